@@ -1,0 +1,85 @@
+"""PyTorch operators for LLM work that the PyTorch compiler treats as its own.
+
+Importing this package imports neither torch nor yaml; each public name loads what it needs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from tileops.engine.errors import (
+        AmbiguousTargetError,
+        BackendError,
+        CheckError,
+        OpNotAvailableError,
+        TileopsError,
+        UnknownTargetError,
+    )
+    from tileops.engine.op import Op
+    from tileops.engine.record import recording
+    from tileops.engine.targets import (
+        BUILTIN,
+        default_target,
+        load_failures,
+        registered_targets,
+        set_default_target,
+        use_target,
+    )
+
+_HOME = {
+    "Op": "op",
+    "recording": "record",
+    **dict.fromkeys(
+        (
+            "AmbiguousTargetError",
+            "BackendError",
+            "CheckError",
+            "OpNotAvailableError",
+            "TileopsError",
+            "UnknownTargetError",
+        ),
+        "errors",
+    ),
+    **dict.fromkeys(
+        (
+            "BUILTIN",
+            "default_target",
+            "load_failures",
+            "registered_targets",
+            "set_default_target",
+            "use_target",
+        ),
+        "targets",
+    ),
+}
+
+__all__ = [
+    "BUILTIN",
+    "AmbiguousTargetError",
+    "BackendError",
+    "CheckError",
+    "Op",
+    "OpNotAvailableError",
+    "TileopsError",
+    "UnknownTargetError",
+    "default_target",
+    "load_failures",
+    "recording",
+    "registered_targets",
+    "set_default_target",
+    "use_target",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"tileops.engine.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'tileops' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,37 @@
+"""A family package: its op classes, found by name when first asked for.
+
+No list of classes is kept: the modules beside a family's ``__init__.py`` are scanned for
+``class Name`` as text, so that looking up one op imports one module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["family_door"]
+
+_CLASS = re.compile(r"^class ([A-Z]\w*)[(:]", re.MULTILINE)
+
+
+def family_door(package: str, folder: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """``__getattr__`` and ``__dir__`` of a family package."""
+    homes: dict[str, str] = {}
+
+    def scan() -> dict[str, str]:
+        if not homes:
+            for path in sorted(Path(folder).glob("*.py")):
+                if path.name != "__init__.py":
+                    for name in _CLASS.findall(path.read_text(encoding="utf-8")):
+                        homes[name] = path.stem
+        return homes
+
+    def getattribute(name: str) -> Any:
+        if name.startswith("_") or name not in scan():
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+
+    return getattribute, lambda: sorted(scan())

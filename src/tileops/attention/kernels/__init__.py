@@ -1,0 +1,1 @@
+"""Kernels of the attention family: Triton ones, and those that torch ships."""

@@ -1,0 +1,30 @@
+"""Arithmetic of two tensors that broadcast."""
+
+from __future__ import annotations
+
+import torch
+
+from tileops.authoring import Op
+
+
+class AddFwdOp(Op):
+    """``input + alpha * other``, of one dtype, broadcast.
+
+    ``input``: ``[*A]``, ``other``: ``[*B]``; the output is a new ``[*bcast(A, B)]``. bool adds as
+    logical or. API: ``torch.add``.
+    """
+
+    @staticmethod
+    def decomposition(input: torch.Tensor, other: torch.Tensor, *, alpha: float) -> torch.Tensor:
+        return torch.add(input, other, alpha=alpha)
+
+
+class MulFwdOp(Op):
+    """``input * other``, of one dtype, broadcast.
+
+    ``input``: ``[*A]``, ``other``: ``[*B]``; the output is a new ``[*bcast(A, B)]``. API: ``torch.mul``.
+    """
+
+    @staticmethod
+    def decomposition(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return torch.mul(input, other)

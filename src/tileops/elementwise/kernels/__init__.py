@@ -1,0 +1,1 @@
+"""CUDA kernels of the elementwise family; imported only where a CUDA device is used."""

@@ -1,0 +1,113 @@
+"""SiLU of the left half times the right half of every row."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from tileops.authoring import CallSpec, Entry, Kernel, Run
+from tileops.elementwise.kernels.silu import silu
+from tileops.lib.launch import Launcher, TritonBuild, pointer_to
+
+__all__ = ["SiluAndMul"]
+
+TILE = {2: 2048, 4: 1024}
+"""Outputs of one program by bytes an element: twice 32 bytes a thread in flight."""
+WARPS = 4
+
+
+@triton.jit
+def _silu_and_mul(
+    x,
+    y,
+    rows,
+    column_groups,
+    column_tiles,
+    GRAIN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    columns = column_groups * GRAIN  # so that the compiler knows what divides a row
+    tile = tl.program_id(0)
+    first_row = (tile // column_tiles).to(tl.int64) * ROWS
+    first_column = (tile % column_tiles).to(tl.int64) * COLUMNS
+    # 32 bits address the inside of a tile: it has one row, or its rows are shorter than a tile.
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows - first_row) & (column < columns - first_column)
+    stride = columns.to(tl.int32)
+    left = x + first_row * (2 * columns) + first_column + (row * (2 * stride) + column)
+    right = left + columns
+    gate = tl.load(left, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(right, mask=inside, other=0.0).to(tl.float32)
+    result = y + first_row * columns + first_column + (row * stride + column)
+    tl.store(result, silu(gate) * up, mask=inside)
+
+
+class SiluAndMul(Kernel):
+    """Any number of rows and columns; computed in float32, rounded once."""
+
+    name = "triton_silu_and_mul"
+    general = True
+
+    @classmethod
+    def build(cls, call: CallSpec, tile: int, warps: int) -> TritonBuild:
+        """The kernel for ``tile`` outputs a program."""
+        spec, columns = call.inputs["input"], call.inputs["input"].shape[1] // 2
+        pointer = pointer_to(spec.dtype)
+        width = min(triton.next_power_of_2(max(columns, 1)), tile)
+        return TritonBuild(
+            _silu_and_mul,
+            signature=(
+                ("x", pointer),
+                ("y", pointer),
+                ("rows", "i64"),
+                ("column_groups", "i64"),
+                ("column_tiles", "i32"),
+            ),
+            constexprs=(
+                ("GRAIN", math.gcd(columns, 16) or 16),
+                ("ROWS", tile // width),
+                ("COLUMNS", width),
+            ),
+            num_warps=warps,
+            aligned=("x", "y") if spec.aligned else ("y",),
+        )
+
+    @classmethod
+    def entry_for(cls, call: CallSpec) -> Entry:
+        return cls._entry(call, TILE[call.inputs["input"].dtype.itemsize], WARPS)
+
+    @classmethod
+    def candidates(cls, call: CallSpec) -> list[Entry]:
+        tile = TILE[call.inputs["input"].dtype.itemsize]
+        sizes = [(tile, 4), (tile // 2, 4), (tile * 2, 4), (tile * 2, 8), (tile * 4, 8)]
+        return [cls._entry(call, *size) for size in sizes]
+
+    @classmethod
+    def _entry(cls, call: CallSpec, tile: int, warps: int) -> Entry:
+        build = cls.build(call, tile, warps)
+        facts = dict(build.constexprs)
+
+        def bind(launcher: Launcher, call: CallSpec) -> Run:
+            return _bind(launcher, call, facts["GRAIN"], facts["ROWS"], facts["COLUMNS"])
+
+        return Entry(build.identity, build, bind)
+
+
+def _bind(launcher: Launcher, call: CallSpec, grain: int, height: int, width: int) -> Run:
+    spec, launch = call.inputs["input"], launcher.on(call.device.index)
+    rows, columns = spec.shape[0], spec.shape[1] // 2
+    shape, dtype, device = (rows, columns), spec.dtype, spec.device
+    groups, column_tiles = columns // grain, triton.cdiv(columns, width)
+    programs = triton.cdiv(rows, height) * column_tiles
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty(shape, dtype=dtype, device=device)
+        if programs:
+            launch(programs, 1, 1, x, y, rows, groups, column_tiles)
+        return y
+
+    return run

@@ -1,0 +1,442 @@
+"""Generating an op class's call paths and its operators.
+
+From one entry come: ``__call__`` (what a user calls), ``_call_boundary`` (what Dynamo traces: one
+operator call), ``_run`` (plan lookup and run), and per side-effect branch an operator with its
+schema, body, fake and Autograd kernel.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from tileops.engine.boundary.gate import direct
+from tileops.engine.boundary.instances import resolve
+from tileops.engine.boundary.naming import operator_base_name
+from tileops.engine.errors import BackwardError, CheckError, TransformError
+from tileops.engine.manifest.entry import Branch, Entry
+from tileops.engine.manifest.expr import FUNCTIONS
+from tileops.engine.signature.generate import compile_source
+
+__all__ = ["MISSING_ARGUMENT", "Boundary", "make_boundary", "make_calls"]
+
+
+class _MissingArgument:
+    def __repr__(self) -> str:
+        return "<missing>"
+
+
+MISSING_ARGUMENT: Any = _MissingArgument()
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One generated operator."""
+
+    name: str
+    schema: str
+    branch: Branch
+    overload: Any
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The operators of a class; ``library`` keeps them registered."""
+
+    operators: tuple[Operator, ...]
+    library: Any
+
+
+# ---- schema -----------------------------------------------------------------------------------
+
+
+def schema_of(entry: Entry, branch: Branch) -> str:
+    """Tensors in input order, written ones ``Tensor(x!)``, then ``str instance_key``."""
+    letters = iter("abcdefghijklmnop")
+    arguments = []
+    for item in entry.inputs:
+        if item.name in branch.writes:
+            arguments.append(f"Tensor({next(letters)}!) {item.name}")
+        else:
+            arguments.append(f"Tensor{'?' if item.optional else ''} {item.name}")
+    if branch.out:
+        arguments.append(f"Tensor({next(letters)}!) out")
+    arguments.append("str instance_key")
+    count = len(_returned(entry, branch))
+    result = "()" if count == 0 else "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
+    return f"({', '.join(arguments)}) -> {result}"
+
+
+def _returned(entry: Entry, branch: Branch) -> list[int]:
+    """Positions of the outputs an operator of this branch returns: what is written is not."""
+    return [
+        index
+        for index, output in enumerate(entry.outputs)
+        if not (
+            output.name in branch.without
+            or (branch.out and output.buffer)
+            or (output.is_input is not None and output.is_input in branch.writes)
+        )
+    ]
+
+
+# ---- generated call paths ------------------------------------------------------------------------
+
+
+def _parameters(entry: Entry) -> tuple[str, list[str]]:
+    """The parameter list of ``__call__`` and the names in manifest order."""
+    positional = [i for i in entry.inputs if not i.kw_only]
+    keyword = [i for i in entry.inputs if i.kw_only]
+
+    def declare(item: Any) -> str:
+        # Every argument has a default, so that a missing one is our error and not Python's.
+        return f"{item.name}={'None' if item.optional else '_MISSING'}"
+
+    parts = [declare(i) for i in positional] + ["*_extra"] + [declare(i) for i in keyword]
+    if entry.has_out:
+        parts.append("out=None")
+    return ", ".join([*parts, "**_unknown"]), [i.name for i in entry.inputs]
+
+
+def _facts(entry: Entry, names: list[str]) -> str:
+    """The facts of a call that a plan depends on, as one tuple expression."""
+    parts = ["_epoch()", "_context()"]
+    optional = {i.name for i in entry.inputs if i.optional}
+    for name in [*names, *(["out"] if entry.has_out else [])]:
+        facts = (
+            f"{name}.shape, {name}.dtype, {name}.device, {name}.is_contiguous(), "
+            f"{name}.data_ptr() & 15, {name}.is_neg()"
+        )
+        if name in optional or name == "out":
+            parts.append(f"None if {name} is None else ({facts})")
+        else:
+            parts.append(facts)
+    return f"({', '.join(parts)})"
+
+
+def _branch_test(entry: Entry, branch: Branch) -> str:
+    """The condition under which a call takes ``branch``, over ``self`` and presence."""
+
+    def rename(name: str) -> str:
+        return f"self.{name}"
+
+    tests = []
+    for item in entry.inputs:
+        if item.mutated is not None and item.mutated.text != "True":
+            text = item.mutated.source(rename, lambda name: f"({name} is not None)")
+            tests.append(f"({text})" if item.name in branch.writes else f"not ({text})")
+    for output in entry.outputs:
+        if output.nullable is not None:
+            text = output.nullable.source(rename, lambda name: f"({name} is not None)")
+            tests.append(f"({text})" if output.name in branch.without else f"not ({text})")
+    if entry.has_out:
+        tests.append(f"out is {'not ' if branch.out else ''}None")
+    return " and ".join(dict.fromkeys(tests)) or "True"
+
+
+def _result(entry: Entry, branch: Branch) -> str:
+    """What a call of this branch gives its user, from the operator's result ``r``."""
+    returned = _returned(entry, branch)
+    values = []
+    for index, output in enumerate(entry.outputs):
+        if index in returned:
+            values.append("r" if len(returned) == 1 else f"r[{returned.index(index)}]")
+        elif output.name in branch.without:
+            values.append("None")
+        else:
+            values.append("out" if output.buffer else str(output.is_input))
+    if not values:
+        return "None"
+    return values[0] if len(values) == 1 else f"({', '.join(values)})"
+
+
+def calls_source(entry: Entry, branches: tuple[Branch, ...]) -> str:
+    """Source of ``__call__``, ``_call_boundary`` and ``_run`` of one class."""
+    parameters, names = _parameters(entry)
+    buffers = [*names, *(["out"] if entry.has_out else [])]
+    passed = ", ".join(buffers)
+    by_name = ", ".join(
+        [*(i.name for i in entry.positional_inputs)]
+        + [f"{i.name}={i.name}" for i in entry.inputs if i.kw_only]
+        + (["out=out"] if entry.has_out else [])
+    )
+    optional = {i.name for i in entry.inputs if i.optional} | {"out"}
+    exact = " and ".join(
+        (f"({n} is None or type({n}) in _EXACT)" if n in optional else f"type({n}) in _EXACT")
+        for n in buffers
+    )
+    grads = " or ".join(
+        f"({n} is not None and {n}.requires_grad)" if n in optional else f"{n}.requires_grad"
+        for n in buffers
+    )
+    lines = [
+        f"# Generated from {entry.family}/manifest.yaml, entry {entry.name}: its call paths.",
+        f"def __call__(self, {parameters}):",
+        "    if _is_dynamo_compiling():",
+        "        if _extra or _unknown: _superfluous(self, _extra, _unknown)",
+        f"        return self.{'_call_boundary' if entry.has_boundary else 'forward'}({by_name})",
+    ]
+    if entry.has_boundary:
+        lines += [
+            f"    if {exact} and not _extra and not _unknown:",
+            f"        if _direct() and not (_grad_enabled() and ({grads})):",
+            f"            return _run(self._state, {passed})",
+        ]
+    lines.append(f"    return self._call_checked(_extra, _unknown, ({passed}{',' if passed else ''}))")
+    if not entry.has_boundary:
+        return "\n".join(lines) + "\n"
+    lines += [
+        "",
+        f"def _run(state, {passed}):",
+        f"    facts = {_facts(entry, names)}",
+        "    plan = state.plans.get(facts)",
+        "    if plan is None:",
+        f"        plan = _make_plan(state, facts, ({passed},))",
+        "    state.last = plan",
+        f"    return plan.run({passed})",
+        "",
+        f"def _call_boundary(self, {_boundary_parameters(entry)}):",
+    ]
+    for index, branch in enumerate(branches):
+        arguments = ", ".join([*names, *(["out"] if branch.out else []), "self._instance_key"])
+        lines += [
+            f"    if {_branch_test(entry, branch)}:",
+            f"        {'r = ' if _returned(entry, branch) else ''}_op_{index}({arguments})",
+            f"        return {_result(entry, branch)}",
+        ]
+    lines.append("    raise AssertionError('no side-effect branch holds')")
+    for index, branch in enumerate(branches):
+        lines += ["", *_operator_source(entry, branch, index, names)]
+    return "\n".join(lines) + "\n"
+
+
+def _boundary_parameters(entry: Entry) -> str:
+    parts = [i.name + ("=None" if i.optional else "") for i in entry.positional_inputs]
+    keyword = [i.name + ("=None" if i.optional else "") for i in entry.inputs if i.kw_only]
+    if entry.has_out:
+        keyword.append("out=None")
+    return ", ".join([*parts, *(["*", *keyword] if keyword else [])])
+
+
+def _operator_source(entry: Entry, branch: Branch, index: int, names: list[str]) -> list[str]:
+    """Body, fake and Autograd kernel of one branch."""
+    tensors = [*names, *(["out"] if branch.out else [])]
+    arguments = ", ".join([*tensors, "instance_key"])
+    passed = ", ".join([*names, *([("out" if branch.out else "None")] if entry.has_out else [])])
+    returned = _returned(entry, branch)
+    if not returned:
+        give = "    return None"
+    elif len(returned) == len(entry.outputs):
+        give = "    return r"
+    else:
+        picked = ", ".join(f"r[{position}]" for position in returned)
+        give = f"    return {picked if len(returned) == 1 else f'({picked})'}"
+    optional = {i.name for i in entry.inputs if i.optional}
+    may_be_none = [n for n in tensors if n in optional and n not in branch.writes]
+
+    def each(test: str, joiner: str) -> str:
+        return joiner.join(
+            f"({n} is None or {test.format(n)})" if joiner == " and " and n in may_be_none
+            else f"({n} is not None and {test.format(n)})" if n in may_be_none
+            else test.format(n)
+            for n in tensors
+        )  # fmt: skip
+
+    written = [*branch.writes, *(["out"] if branch.out else [])]
+    bump = [f"    _bump_version({n})" for n in written]
+    lines = [
+        f"def _body_{index}({arguments}):",
+        f"    r = _run(_resolve(_cls, instance_key), {passed})",
+        give,
+        "",
+        f"def _fake_{index}({arguments}):",
+        f"    outputs, _, device = _signature(_resolve(_cls, instance_key).op, {passed}"
+        f"{')' if entry.has_out else ', None)'}",
+        f"    return {_fake_result(returned)}",
+        "",
+        f"def _autograd_{index}(keyset, {arguments}):",
+        f"    if _grad_enabled() and ({each('{}.requires_grad', ' or ')}):",
+    ]
+    if written:
+        lines.append(f"        _refuse_written_grad(_cls, {_mapping(written)}, {_mapping(tensors)})")
+    if returned:
+        lines.append(f"        return _Refuse_{index}.apply(keyset, {arguments})")
+    lines += [
+        "    if _forward_level() >= 0:",
+        f"        _refuse_tangents(_cls, ({', '.join(tensors)},))",
+        f"    if {each('type({}) in _EXACT', ' and ')} and _direct():",
+        f"        return _body_{index}({arguments})",
+        "    with _below_autograd():",
+        f"        r = _op_{index}.redispatch(keyset & _after_autograd, {arguments})",
+        *bump,
+        "    return r",
+    ]
+    return lines
+
+
+def _mapping(names: list[str]) -> str:
+    return "{" + ", ".join(f"'{n}': {n}" for n in names) + "}"
+
+
+def _fake_result(returned: list[int]) -> str:
+    empties = [
+        f"_empty(outputs[{i}][0], dtype=outputs[{i}][1], device=device)" for i in returned
+    ]
+    if not empties:
+        return "None"
+    return empties[0] if len(empties) == 1 else f"({', '.join(empties)})"
+
+
+# ---- what the generated code calls ---------------------------------------------------------------
+
+
+def _superfluous(self: Any, extra: tuple[Any, ...], unknown: dict[str, Any]) -> None:
+    entry: Entry = type(self).entry
+    accepted = ", ".join(i.name for i in entry.inputs) + (", out" if entry.has_out else "")
+    if extra:
+        count = len(entry.positional_inputs)
+        raise CheckError(
+            entry.name,
+            f"positional {count + 1}",
+            type(extra[0]).__name__,
+            f"{count} positional arguments, of {accepted or 'none'}",
+        )
+    name = next(iter(unknown))
+    raise CheckError(entry.name, name, type(unknown[name]).__name__, f"arguments {accepted}")
+
+
+def _refuse_written_grad(cls: Any, written: dict[str, Any], given: dict[str, Any]) -> None:
+    """A write is not differentiable: refuse a written tensor in the graph, and a gradient that
+    would end in one."""
+    for name, tensor in written.items():
+        if tensor.requires_grad:
+            raise CheckError(
+                cls.__name__, name, "a tensor that requires grad", "one that does not: it is written"
+            )
+    if not cls.entry.outputs or set(written) & {"out"}:
+        for name, tensor in given.items():
+            if tensor is not None and tensor.requires_grad:
+                raise BackwardError(cls.__name__) from CheckError(
+                    cls.__name__, name, "a tensor that requires grad", "one that does not"
+                )
+
+
+def _refuse_tangents(cls: Any, tensors: tuple[Any, ...]) -> None:
+    for tensor in tensors:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise TransformError(
+                cls.__name__, "forward-mode differentiation", "pass primals, or detach the input"
+            )
+
+
+def _refusing_function(cls: Any, overload_of: Callable[[], Any], name: str) -> type:
+    """An ``autograd.Function`` that computes the op and refuses at backward, not before."""
+
+    class Refuse(torch.autograd.Function):
+        @staticmethod
+        def forward(keyset: Any, *args: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                return overload_of().redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            raise BackwardError(cls.__name__)
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Any) -> Any:
+            raise TransformError(
+                cls.__name__, "forward-mode differentiation", "pass primals, or detach the input"
+            )
+
+    Refuse.__name__ = Refuse.__qualname__ = f"{name}_declares_no_backward"
+    return Refuse
+
+
+def make_calls(
+    cls: Any,
+    entry: Entry,
+    make_plan: Callable[..., Any],
+    epoch: Callable[[], int],
+    context_target: Callable[[], str | None],
+) -> Boundary:
+    """Define the operators of ``cls`` and give it its generated methods.
+
+    ``make_plan``, ``epoch`` and ``context_target`` are handed in: the boundary knows no targets.
+    """
+    branches = entry.branches if entry.has_boundary else ()
+    source = calls_source(entry, branches)
+    base = operator_base_name(entry.family, entry.name)
+    filename = f"tileops_generated/{entry.family}/{base}_boundary.py"
+    namespace: dict[str, Any] = {
+        "_cls": cls,
+        "_MISSING": MISSING_ARGUMENT,
+        "_EXACT": frozenset({torch.Tensor, torch.nn.Parameter}),
+        "_is_dynamo_compiling": torch.compiler.is_dynamo_compiling,
+        "_direct": direct,
+        "_grad_enabled": torch.is_grad_enabled,
+        "_superfluous": _superfluous,
+        "_epoch": epoch,
+        "_context": context_target,
+        "_make_plan": make_plan,
+        "_resolve": resolve,
+        "_signature": cls._signature,
+        "_empty": torch.empty,
+        "_bump_version": torch.autograd.graph.increment_version,
+        "_refuse_written_grad": _refuse_written_grad,
+        "_refuse_tangents": _refuse_tangents,
+        "_forward_level": lambda: forward_ad._current_level,
+        "_below_autograd": torch._C._AutoDispatchBelowAutograd,
+        "_after_autograd": torch._C._after_autograd_keyset,
+        **{f"_f_{name}": function for name, function in FUNCTIONS.items()},
+    }
+    namespace = compile_source(source, filename, namespace)
+    cls.__call__ = namespace["__call__"]
+    cls.__call__.__signature__ = call_signature(entry)
+    cls.__call__.__qualname__ = f"{cls.__qualname__}.__call__"
+    if not entry.has_boundary:
+        return Boundary((), None)
+    cls._call_boundary = namespace["_call_boundary"]
+    cls._run = staticmethod(namespace["_run"])
+    return _define(cls, entry, branches, base, namespace)
+
+
+def _define(
+    cls: Any, entry: Entry, branches: tuple[Branch, ...], base: str, namespace: dict[str, Any]
+) -> Boundary:
+    library = torch.library.Library("tileops", "FRAGMENT")
+    operators = []
+    for index, branch in enumerate(branches):
+        name = base + branch.suffix
+        schema = schema_of(entry, branch)
+        library.define(name + schema)
+        overload = getattr(torch.ops.tileops, name).default
+        library.impl(name, namespace[f"_body_{index}"], "CompositeExplicitAutograd")
+        torch.library.register_fake(f"tileops::{name}", namespace[f"_fake_{index}"], lib=library)
+        library.impl(name, namespace[f"_autograd_{index}"], "Autograd", with_keyset=True)
+        namespace[f"_op_{index}"] = overload
+        namespace[f"_Refuse_{index}"] = _refusing_function(cls, lambda o=overload: o, name)
+        operators.append(Operator(f"tileops::{name}", schema, branch, overload))
+    return Boundary(tuple(operators), library)
+
+
+def call_signature(entry: Entry) -> inspect.Signature:
+    """The signature a reader of ``help(op)`` sees."""
+    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    for item in (*entry.positional_inputs, *(i for i in entry.inputs if i.kw_only)):
+        kind = (
+            inspect.Parameter.KEYWORD_ONLY if item.kw_only else inspect.Parameter.POSITIONAL_OR_KEYWORD
+        )
+        default = None if item.optional else inspect.Parameter.empty
+        parameters.append(inspect.Parameter(item.name, kind, default=default))
+    if entry.has_out:
+        parameters.append(inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, default=None))
+    return inspect.Signature(parameters)

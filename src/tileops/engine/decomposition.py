@@ -1,0 +1,131 @@
+"""The kernels that every op with a decomposition has: that function itself, on any device, and
+compiled by Inductor on the CPU.
+
+A decomposition is pure: ``decomposition(<inputs>, **params)`` returns the declared outputs (None for
+one that does not exist), then the new value of each written input that is not itself an output.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from tileops.engine.kernel import CallSpec, Entry, Kernel
+
+__all__ = ["INDUCTOR_FROM", "decomposition_kernels"]
+
+INDUCTOR_FROM = 1 << 20
+"""Elements of the largest output from which the compiled decomposition pays on the CPU; measured by
+``benchmarks/cpu_kernels.py``. Below it, a compilation of seconds is never won back."""
+
+
+def _fresh(result: torch.Tensor, inputs: tuple[Any, ...]) -> torch.Tensor:
+    """``result`` as an own, contiguous tensor: an op never returns its input or a view of it."""
+    if not result.is_contiguous():
+        return result.contiguous()
+    pointer = result.untyped_storage().data_ptr()
+    for tensor in inputs:
+        if tensor is not None and tensor.untyped_storage().data_ptr() == pointer:
+            return result.clone(memory_format=torch.contiguous_format)
+    return result
+
+
+def _runner(function: Callable[..., Any], call: CallSpec, has_out: bool, is_input: str) -> Any:
+    """A ``Run`` from a pure function: fresh outputs, new values copied into what is written."""
+    names = list(call.inputs)
+    written = [names.index(name) for name in names if name in call.written and name != is_input]
+    carried = names.index(is_input) if is_input in call.written else None
+    count = len(call.outputs)
+    out_given = has_out and "out" in call.written
+    params = vars(call.params)
+
+    def run(*args: Any) -> Any:
+        inputs = args[: len(names)]
+        result = function(*inputs, **params)
+        results = result if isinstance(result, tuple) else (result,)
+        for position, value in zip(written, results[count:], strict=True):
+            inputs[position].copy_(value)
+        if carried is not None:
+            inputs[carried].copy_(results[0])
+            return None
+        if out_given:
+            args[-1].copy_(results[0])
+            return None
+        outputs = tuple(
+            None if value is None else _fresh(value, inputs) for value in results[:count]
+        )
+        return outputs[0] if count == 1 else (outputs if count else None)
+
+    return run
+
+
+@lru_cache(maxsize=None)
+def decomposition_kernels(
+    function: Callable[..., Any], kind: str, has_out: bool, is_input: str
+) -> tuple[type[Kernel], type[Kernel]]:
+    """(plain, Inductor) for one op class."""
+
+    class Decomposition(Kernel):
+        """The decomposition through ATen: any device, any call."""
+
+        name = "decomposition"
+        devices = ("*",)
+        general = True
+
+        @classmethod
+        def entry_for(cls, call: CallSpec) -> Entry:
+            identity = ("decomposition", call.key, call.device.type)
+            return Entry(identity, lambda: function, lambda f, c: _runner(f, c, has_out, is_input))
+
+    class Inductor(Kernel):
+        """The decomposition as one C++ kernel: pointwise and reduction ops on large tensors."""
+
+        name = "inductor"
+        devices = ("cpu",)
+
+        @classmethod
+        def refuses(cls, call: CallSpec) -> str | None:
+            if kind == "template":
+                return "library kernels serve a template op better than generated C++"
+            largest = max((s.numel for s in call.outputs.values() if s is not None), default=0)
+            if largest < INDUCTOR_FROM:
+                return f"compiling pays from {INDUCTOR_FROM} output elements on, here {largest}"
+            return None
+
+        @classmethod
+        def entry_for(cls, call: CallSpec) -> Entry:
+            specs = tuple(
+                None if s is None else (s.dtype, len(s.shape)) for s in call.inputs.values()
+            )
+            identity = ("inductor", call.key, specs, tuple(sorted(call.written)))
+            return Entry(
+                identity,
+                lambda: _compiled(function),
+                lambda f, c: _runner(f, c, has_out, is_input),
+            )
+
+    return Decomposition, Inductor
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    # A code object of its own: ops must not share one frame's recompile limit.
+    import types
+
+    code = function.__code__.replace()
+    own = types.FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    own.__kwdefaults__ = function.__kwdefaults__
+    compiled = torch.compile(own, dynamic=True, fullgraph=True)
+    lock = threading.Lock()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Inference only: gradients are the boundary's affair, and must not split the graph cache.
+        with lock, torch.no_grad():
+            return compiled(*args, **kwargs)
+
+    return run

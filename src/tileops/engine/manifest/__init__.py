@@ -1,0 +1,1 @@
+"""The manifest language: files, entries, expressions. Imports no torch."""

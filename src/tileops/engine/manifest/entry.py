@@ -1,0 +1,484 @@
+"""One manifest entry as immutable data, parsed from a validated document."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tileops.engine.errors import ManifestError
+from tileops.engine.manifest.document import Located
+from tileops.engine.manifest.expr import DTYPES, Expr, ExpressionError, parse
+
+__all__ = [
+    "MISSING", "Branch", "Content", "Cost", "Entry", "Input", "Output", "Param", "ParamType",
+    "Rule", "Workload", "parse_entry",
+]  # fmt: skip
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "MISSING"
+
+
+MISSING: Any = _Missing()
+
+
+@dataclass(frozen=True)
+class ParamType:
+    """A parameter's type: alternatives such as ``int``, ``enum(a,b)``, ``dtype(float16)``, ``ints``,
+    ``int[2]`` or the name of a literal class; ``nullable`` for a trailing ``?``."""
+
+    text: str
+    alternatives: tuple[tuple[str, tuple[str, ...]], ...]
+    nullable: bool
+
+
+@dataclass(frozen=True)
+class Param:
+    """A constructor parameter; ``default`` is ``MISSING`` where required."""
+
+    name: str
+    type: ParamType
+    default: Any
+    kw_only: bool
+    line: int
+
+
+@dataclass(frozen=True)
+class Content:
+    """What an integer input must hold (inclusive), checked only on request."""
+
+    min: Expr | None
+    max: Expr | None
+
+
+@dataclass(frozen=True)
+class Input:
+    """A call argument. ``dtypes``: a fixed set, or () with ``dtype`` an expression or variable."""
+
+    name: str
+    dtype: Expr | None
+    dtypes: tuple[str, ...]
+    shape: Expr
+    optional: bool
+    passed_when: Expr | None
+    mutated: Expr | None
+    contiguous: bool
+    kw_only: bool
+    host: bool
+    content: Content | None
+    line: int
+
+
+@dataclass(frozen=True)
+class Output:
+    """A returned tensor, None under ``nullable``; ``buffer`` outputs may be handed in as ``out``."""
+
+    name: str
+    dtype: Expr
+    shape: Expr
+    nullable: Expr | None
+    buffer: bool
+    is_input: str | None
+    line: int
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A condition on params, dims, dtypes and presence, with its message."""
+
+    require: Expr
+    message: str
+    argument: str | None
+    line: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One benchmark row: sizes, params, optional inputs passed, dtype of each variable."""
+
+    label: str
+    dims: Mapping[str, Any]
+    params: Mapping[str, Any]
+    passed: frozenset[str]
+    dtypes: Mapping[str, str]
+    line: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Expressions over dims and params; bytes default to what the signature implies."""
+
+    flops: Expr
+    read_bytes: Expr | None
+    write_bytes: Expr | None
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One side-effect branch: which inputs are written, whether ``out`` is given, which outputs
+    do not exist. Its ``suffix`` names its operator."""
+
+    writes: tuple[str, ...] = ()
+    out: bool = False
+    without: tuple[str, ...] = ()
+
+    @property
+    def suffix(self) -> str:
+        """``_writes_<input>``, ``_out``, ``_without_<output>``, in this order."""
+        return (
+            "".join(f"_writes_{name}" for name in self.writes)
+            + ("_out" if self.out else "")
+            + "".join(f"_without_{name}" for name in self.without)
+        )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The one declaration of an op class."""
+
+    name: str
+    family: str
+    path: Path
+    line: int
+    status: str
+    reference: str
+    kind: str
+    dtypes: Mapping[str, tuple[str, ...]]
+    dims: Mapping[str, Expr]
+    params: tuple[Param, ...]
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    rules: tuple[Rule, ...]
+    composition: Mapping[str, str]
+    backward: str | None
+    sharding: Mapping[str, str]
+    workloads: tuple[Workload, ...]
+    cost: Cost
+    branches: tuple[Branch, ...] = field(default=(), compare=False)
+
+    @property
+    def where(self) -> str:
+        """``file:line``."""
+        return f"{self.path}:{self.line}"
+
+    @property
+    def has_boundary(self) -> bool:
+        """Call-time tensor inputs and no composition."""
+        return bool(self.inputs) and not self.composition
+
+    @property
+    def has_out(self) -> bool:
+        """The call takes ``out=``."""
+        return any(output.buffer for output in self.outputs)
+
+    def input(self, name: str) -> Input:
+        """The input of that name."""
+        return next(item for item in self.inputs if item.name == name)
+
+    @property
+    def positional_inputs(self) -> tuple[Input, ...]:
+        """Inputs that are passed by position."""
+        return tuple(item for item in self.inputs if not item.kw_only)
+
+    @property
+    def shape_params(self) -> frozenset[str]:
+        """Names that are params (known before a call)."""
+        return frozenset(param.name for param in self.params)
+
+
+class _Reader:
+    """Turns the located fields of one entry into data; every fault names file and line."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path, self.name = path, name
+
+    def fail(self, node: Located, problem: str) -> NoReturn:
+        raise ManifestError(f"{self.path}:{node.line}", self.name, problem)
+
+    def expr(self, node: Located | None) -> Expr | None:
+        if node is None:
+            return None
+        try:
+            return parse(node.value)
+        except ExpressionError as error:
+            self.fail(node, str(error))
+
+    def need_expr(self, node: Located) -> Expr:
+        result = self.expr(node)
+        assert result is not None
+        return result
+
+    def condition(self, node: Located | None) -> tuple[bool, Expr | None]:
+        """false / true / a condition, as (is it there at all, the condition)."""
+        if node is None or node.value is False:
+            return False, None
+        return True, self.need_expr(node)
+
+    def fields(self, node: Located | None) -> Iterator[tuple[str, Located]]:
+        for name, child in (node.value if node else {}).items():
+            if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
+                self.fail(child, f"'{name}' is not a valid name")
+            yield name, child
+
+    def param(self, name: str, node: Located) -> Param:
+        text = node.value["type"]
+        default = node.get("default")
+        value = MISSING if default is None else default.plain()
+        if isinstance(value, list):
+            value = tuple(value)
+        kw_only = node.get("kw_only")
+        kind = _param_type(text.value)
+        if kind is None:
+            self.fail(text, f"params.{name}: type {text.value!r} is not in the language")
+        return Param(name, kind, value, bool(kw_only and kw_only.value), node.line)
+
+    def input(self, name: str, node: Located) -> Input:
+        dtype = node.value["dtype"]
+        fixed: tuple[str, ...] = ()
+        expression = None
+        if isinstance(dtype.value, list):
+            fixed = tuple(item.value for item in dtype.value)
+        elif dtype.value in DTYPES:
+            fixed = (dtype.value,)
+        else:
+            expression = self.need_expr(dtype)
+        self.known_dtypes(dtype, fixed)
+        optional, passed_when = self.condition(node.get("optional"))
+        if passed_when is not None and passed_when.text == "True":
+            passed_when = None
+        _, mutated = self.condition(node.get("mutated"))
+        content = node.get("content")
+
+        def flag(field_name: str) -> bool:
+            child = node.get(field_name)
+            return bool(child and child.value)
+
+        return Input(
+            name, expression, fixed, self.need_expr(node.value["shape"]), optional, passed_when,
+            mutated, flag("contiguous"), flag("kw_only"), flag("device"),
+            Content(self.expr(content.get("min")), self.expr(content.get("max"))) if content else None,
+            node.line,
+        )  # fmt: skip
+
+    def output(self, name: str, node: Located) -> Output:
+        is_input = node.get("is_input")
+        return Output(
+            name,
+            self.need_expr(node.value["dtype"]),
+            self.need_expr(node.value["shape"]),
+            self.condition(node.get("nullable"))[1],
+            node.get("buffer") is not None,
+            is_input.value if is_input else None,
+            node.line,
+        )
+
+    def known_dtypes(self, node: Located, names: tuple[str, ...]) -> None:
+        for name in names:
+            if name not in DTYPES:
+                self.fail(node, f"unknown dtype {name!r}; accepted: {', '.join(DTYPES)}")
+
+    def workload(self, node: Located) -> Workload:
+        def plain(name: str) -> Any:
+            child = node.get(name)
+            return child.plain() if child else {}
+
+        return Workload(
+            node.value["label"].value,
+            {k: tuple(v) if isinstance(v, list) else v for k, v in plain("dims").items()},
+            {k: tuple(v) if isinstance(v, list) else v for k, v in plain("params").items()},
+            frozenset(plain("passed")),
+            plain("dtypes"),
+            node.line,
+        )
+
+
+_ALTERNATIVE = re.compile(r"([A-Za-z][A-Za-z0-9_]*)(?:\[(\d+)\]|\(([^)]*)\))?")
+_SIMPLE = {"int", "float", "bool", "str", "ints", "number", "device", "object"}
+
+
+def _param_type(text: str) -> ParamType | None:
+    body = text.replace(" ", "")
+    nullable = body.endswith("?")
+    alternatives: list[tuple[str, tuple[str, ...]]] = []
+    for part in body.removesuffix("?").split("|"):
+        match = _ALTERNATIVE.fullmatch(part)
+        if match is None:
+            return None
+        word, length, arguments = match.groups()
+        values = tuple(arguments.split(",")) if arguments else ()
+        if length is not None:
+            if word != "int":
+                return None
+            alternatives.append(("tuple", (length,)))
+        elif word in ("enum", "dtype"):
+            if word == "enum" and not values:
+                return None
+            if word == "dtype" and any(value not in DTYPES for value in values):
+                return None
+            alternatives.append((word, values))
+        elif arguments is not None:
+            return None
+        elif word in _SIMPLE:
+            alternatives.append((word, ()))
+        elif word[0].isupper():
+            alternatives.append(("literal", (word,)))
+        else:
+            return None
+    return ParamType(text, tuple(alternatives), nullable)
+
+
+def parse_entry(name: str, node: Located, path: Path, family: str) -> Entry:
+    """The entry of one op class. Raises ``ManifestError``."""
+    read = _Reader(path, name)
+    signature = node.value["signature"]
+    dtypes: dict[str, tuple[str, ...]] = {}
+    for variable, child in read.fields(signature.get("dtypes")):
+        dtypes[variable] = tuple(item.value for item in child.value)
+        read.known_dtypes(child, dtypes[variable])
+    rules = signature.get("rules")
+    cost = node.value["cost"]
+    composition = node.get("composition")
+    sharding = node.get("sharding")
+    backward = node.get("backward")
+    entry = Entry(
+        name=name,
+        family=family,
+        path=path,
+        line=node.line,
+        status=node.value["status"].value,
+        reference=node.value["reference"].value,
+        kind=node.value["kind"].value,
+        dtypes=dtypes,
+        dims={key: read.need_expr(child) for key, child in read.fields(signature.get("dims"))},
+        params=tuple(read.param(key, child) for key, child in read.fields(signature.get("params"))),
+        inputs=tuple(read.input(key, child) for key, child in read.fields(signature.get("inputs"))),
+        outputs=tuple(
+            read.output(key, child) for key, child in read.fields(signature.get("outputs"))
+        ),
+        rules=tuple(
+            Rule(
+                read.need_expr(child.value["require"]),
+                child.value["message"].value,
+                child.value["argument"].value if child.get("argument") else None,
+                child.line,
+            )
+            for child in (rules.value if rules else ())
+        ),
+        composition=composition.plain() if composition else {},
+        backward=backward.value if backward else None,
+        sharding=sharding.plain() if sharding else {},
+        workloads=tuple(read.workload(child) for child in node.value["workloads"].value),
+        cost=Cost(
+            read.need_expr(cost.value["flops"]),
+            read.expr(cost.get("read_bytes")),
+            read.expr(cost.get("write_bytes")),
+        ),
+    )
+    _check_names(read, node, entry)
+    object.__setattr__(entry, "branches", _branches(entry))
+    return entry
+
+
+def _check_names(read: _Reader, node: Located, entry: Entry) -> None:
+    """Every name an expression uses must be declared by then: shapes bind dims left to right."""
+    signature = node.value["signature"]
+
+    def located(section: str, name: str) -> Located:
+        found = signature.get(section)
+        return found.value[name] if found else node
+
+    inputs = {item.name for item in entry.inputs}
+    dims = {
+        name for item in entry.inputs for name in item.shape.names
+    } | set(entry.dims)  # fmt: skip
+    settled = set(entry.shape_params) | set(entry.dtypes) | set(DTYPES)
+    seen: set[str] = set()
+    for section, names in (
+        ("params", [p.name for p in entry.params]),
+        ("inputs", [i.name for i in entry.inputs]),
+        ("outputs", [o.name for o in entry.outputs]),
+    ):
+        for name in names:
+            if section != "outputs" and name in seen | set(entry.dtypes):
+                read.fail(located(section, name), f"{section}.{name}: the name is used twice")
+            if name in ("self", "out", "target", "instance_key"):
+                read.fail(located(section, name), f"{section}.{name}: the name is reserved")
+            seen.add(name)
+    for item in entry.inputs:
+        for what, expr, known in (
+            ("dtype", item.dtype, settled),
+            # Presence and writes are decided before any tensor is looked at.
+            ("optional", item.passed_when, settled - set(entry.dtypes)),
+            ("mutated", item.mutated, settled - set(entry.dtypes)),
+        ):
+            _resolve(read, located("inputs", item.name), f"inputs.{item.name}.{what}", expr, known, inputs)
+    for output in entry.outputs:
+        at, label = located("outputs", output.name), f"outputs.{output.name}"
+        _resolve(read, at, f"{label}.shape", output.shape, settled | dims, inputs)
+        _resolve(read, at, f"{label}.dtype", output.dtype, settled, inputs)
+        _resolve(read, at, f"{label}.nullable", output.nullable, settled - set(entry.dtypes), inputs)
+        if output.is_input is not None and output.is_input not in inputs:
+            read.fail(at, f"{label}.is_input: unknown input '{output.is_input}'")
+    if sum(output.buffer for output in entry.outputs) and len(entry.outputs) != 1:
+        read.fail(signature, "outputs: 'buffer: out' is for an op with one output")
+    rules = signature.get("rules")
+    for rule, at in zip(entry.rules, rules.value if rules else (), strict=True):
+        _resolve(read, at, "rules.require", rule.require, settled | dims, inputs)
+        if rule.argument is not None and rule.argument not in inputs | entry.shape_params:
+            read.fail(at, f"rules.argument: '{rule.argument}' is no input or parameter")
+    for expr in (entry.cost.flops, entry.cost.read_bytes, entry.cost.write_bytes):
+        known = settled | dims | {f"nbytes_{n}" for n in inputs | {o.name for o in entry.outputs}}
+        _resolve(read, node.value["cost"], "cost", expr, known, inputs)
+
+
+def _resolve(
+    read: _Reader, at: Located, label: str, expr: Expr | None, known: set[str], inputs: set[str]
+) -> None:
+    if expr is None:
+        return
+    unknown = sorted(expr.names - known)
+    if unknown:
+        read.fail(at, f"{label}: unknown name '{unknown[0]}' in {expr.text!r}")
+    absent = sorted(expr.presence - inputs)
+    if absent:
+        read.fail(at, f"{label}: passed({absent[0]}) names no input")
+
+
+def _branches(entry: Entry) -> tuple[Branch, ...]:
+    """All side-effect branches some construction and call can take, the plainest first."""
+    conditions = [item.mutated for item in entry.inputs if item.mutated is not None]
+    conditions += [output.nullable for output in entry.outputs if output.nullable is not None]
+    atoms = sorted({atom.text for expr in conditions for atom in expr.atoms()} - {"True", "False"})
+    found: dict[Branch, None] = {}
+    for values in itertools.product((False, True), repeat=len(atoms)):
+        truth = dict(zip(atoms, values, strict=True))
+
+        def holds(expr: Expr | None, truth: dict[str, bool] = truth) -> bool:
+            return expr is not None and _truth(expr, truth)
+
+        writes = tuple(i.name for i in entry.inputs if holds(i.mutated))
+        absent = tuple(o.name for o in entry.outputs if holds(o.nullable))
+        for out in (False, True) if entry.has_out else (False,):
+            found[Branch(writes, out, absent)] = None
+    return tuple(sorted(found, key=lambda b: (len(b.suffix), b.suffix)))
+
+
+def _truth(expr: Expr, truth: Mapping[str, bool]) -> bool:
+    import ast
+
+    def walk(node: ast.expr) -> bool:
+        if isinstance(node, ast.BoolOp):
+            combine = any if isinstance(node.op, ast.Or) else all
+            return combine(walk(value) for value in node.values)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            return not walk(node.operand)
+        if isinstance(node, ast.Constant):
+            return bool(node.value)
+        return truth[ast.unparse(node)]
+
+    return walk(expr.tree)

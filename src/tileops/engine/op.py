@@ -1,0 +1,320 @@
+"""The base class of every op."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+
+from tileops.engine import targets
+from tileops.engine.boundary.generate import MISSING_ARGUMENT, Boundary, _superfluous, make_calls
+from tileops.engine.boundary.instances import OpState, state_of
+from tileops.engine.content import check_content
+from tileops.engine.errors import CheckError, ImmutableOpError, ManifestError
+from tileops.engine.kernel import CallSpec, Kernel, KernelInterface, TensorSpec
+from tileops.engine.manifest.catalog import family_file, load_family
+from tileops.engine.manifest.entry import Entry, Param
+from tileops.engine.plan import LastCall, Plan, call_spec, in_tree_kernels, make_plan, resolve_entry
+from tileops.engine.roofline import Roofline, roofline_of
+from tileops.engine.settings import settings
+from tileops.engine.signature.generate import make_constructor_check, make_signature
+from tileops.engine.signature.params import bind_params, key_of
+
+__all__ = ["Op"]
+
+
+def _plan(state: OpState, facts: Any, arguments: tuple[Any, ...]) -> Plan:
+    plan = make_plan(state, facts, arguments)
+    if settings().validate_inputs:
+        check_content(state.op, plan.made.call, arguments)
+        state.plans.pop(facts, None)  # what index inputs hold is a fact of each call
+    return plan
+
+
+class Op:
+    """An operator as an immutable object: parameters at construction, tensors at the call.
+
+    A subclass has one manifest entry of its name, a ``decomposition`` (static, pure PyTorch:
+    ``decomposition(<inputs>, **params)`` returns the outputs, then the new value of each written
+    input that is not itself an output) and a ``kernel`` slot. A composition or an op without
+    call-time tensors may write ``forward`` instead, and ``setup`` to make its sub-ops.
+
+    Every constructor also takes keyword-only ``target=None``: the name of the target that must
+    serve this op. Raises ``CheckError`` for parameters outside the entry and
+    ``UnknownTargetError``.
+    """
+
+    entry: ClassVar[Entry]
+    """The class's manifest entry."""
+    compile_op_names: ClassVar[tuple[str, ...]] = ()
+    """The torch operators of the class, one per side-effect branch; () when it has no boundary."""
+    kernel: ClassVar[KernelInterface | None] = None
+    decomposition: ClassVar[Callable[..., Any] | None] = None
+    kernel_package: ClassVar[str]
+    _boundary: ClassVar[Boundary]
+    _signature: ClassVar[Callable[..., Any]]
+    _check_params: ClassVar[Callable[[dict[str, Any]], None]]
+
+    _params: dict[str, Any]
+    _instance_key: str
+    _state: OpState
+    target: str | None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        module = sys.modules[cls.__module__]
+        path = family_file(getattr(module, "__file__", None) or "")
+        if path is None:
+            raise ManifestError(
+                f"{getattr(module, '__file__', cls.__module__)}:1",
+                cls.__name__,
+                "no manifest.yaml beside the module or in the packages above it; an op class needs "
+                "an entry of its name there",
+            )
+        entries = load_family(path)
+        if cls.__name__ not in entries:
+            raise ManifestError(f"{path}:1", cls.__name__, "the file has no entry of this name")
+        cls.entry = entries[cls.__name__]
+        cls.kernel_package = module.__name__.rpartition(".")[0]
+        cls._signature = staticmethod(make_signature(cls.entry))
+        cls._check_params = staticmethod(make_constructor_check(cls.entry))
+        if "__init__" not in cls.__dict__:
+            _give_constructor(cls)
+        cls._boundary = make_calls(
+            cls, cls.entry, _plan, targets.epoch, targets.context_target
+        )
+        cls.compile_op_names = tuple(o.name for o in cls._boundary.operators)
+
+    # -- construction ---------------------------------------------------------------------------
+
+    def _construct(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        target = kwargs.pop("target", None)
+        params = bind_params(type(self).entry, args, kwargs)
+        type(self)._check_params(params)
+        if target is not None:
+            target = targets.check_target(target)
+        key, canonical = key_of(type(self).__name__, params, target)
+        self._settle(params, target, key, canonical)
+
+    def _settle(
+        self, params: dict[str, Any], target: str | None, key: str, canonical: bool
+    ) -> None:
+        own = self.__dict__
+        own.update(params)
+        own.update(_params=params, target=target, _instance_key=key)
+        self.setup()
+
+        def twin() -> Op:
+            # The op that shared work runs on. Not self: the state must not keep its users alive.
+            other = object.__new__(type(self))
+            other.__dict__.update(own)
+            return other
+
+        state = state_of(type(self), key, canonical, twin)
+        own["_state"] = state
+        state.op.__dict__["_state"] = state
+
+    def setup(self) -> None:
+        """Hook of a subclass: derive constants or sub-ops from the parameters with ``settle``."""
+
+    def settle(self, **attributes: Any) -> None:
+        """Set attributes during ``setup``; afterwards an op is immutable."""
+        if "_state" in self.__dict__:
+            raise ImmutableOpError(type(self).__name__, next(iter(attributes), ""))
+        self.__dict__.update(attributes)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise ImmutableOpError(type(self).__name__, name)
+
+    def __delattr__(self, name: str) -> None:
+        raise ImmutableOpError(type(self).__name__, name)
+
+    def __repr__(self) -> str:
+        return self._instance_key
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return self._instance_key == other._instance_key
+
+    def __hash__(self) -> int:
+        return hash(self._instance_key)
+
+    def __copy__(self) -> Op:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Op:
+        return self  # immutable, and equal ops share all state
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        params = dict(self._params)
+        if self.target is not None:
+            params["target"] = self.target
+        return (_reconstruct, (type(self), params))
+
+    # -- calls ----------------------------------------------------------------------------------
+
+    __call__: Callable[..., Any]
+    _call_boundary: Callable[..., Any]
+    _run: ClassVar[Callable[..., Any]]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What a call means: the slot for an op with a boundary; the decomposition for an op
+        without call-time tensors; a composition writes its own."""
+        entry = self.entry
+        if entry.composition:
+            raise NotImplementedError(f"{entry.name}: a composition must define forward")
+        if entry.inputs:
+            return self(*args, **kwargs)
+        assert type(self).decomposition is not None
+        return type(self).decomposition(**self._params)
+
+    def _call_checked(
+        self, extra: tuple[Any, ...], unknown: dict[str, Any], arguments: tuple[Any, ...]
+    ) -> Any:
+        """The careful path: faults are named; modes, transforms, gradients and subclasses go
+        through the operator; ops without a boundary run here."""
+        if extra or unknown:
+            _superfluous(self, extra, unknown)
+        entry = self.entry
+        arguments = tuple(None if a is MISSING_ARGUMENT else a for a in arguments)
+        count = len(entry.inputs)
+        inputs, out = arguments[:count], arguments[count] if entry.has_out else None
+        names = [*(i.name for i in entry.inputs), *(["out"] if entry.has_out else [])]
+        for item, value in zip(entry.inputs, inputs, strict=True):
+            if not isinstance(value, torch.Tensor) and not (value is None and item.optional):
+                type(self)._signature(self, *inputs, out)  # raises
+        if out is not None and not isinstance(out, torch.Tensor):
+            type(self)._signature(self, *inputs, out)
+        if entry.has_boundary:
+            return self._call_boundary(**dict(zip(names, arguments, strict=True)))
+        if entry.composition:
+            type(self)._signature(self, *inputs, out)
+            return self.forward(**dict(zip(names, arguments, strict=True)))
+        state = self._state
+        facts = (targets.epoch(), targets.context_target(), torch.get_default_device())
+        plan = state.plans.get(facts) or _plan(state, facts, ())
+        state.last = plan
+        return plan.run()
+
+    def compile(self, **kwargs: Any) -> Callable[..., Any]:
+        """``torch.compile`` of this op alone, with a frame of its own.
+
+        Ops compiled one by one as ``torch.compile(op)`` share their class's frame and with it one
+        recompile limit. ``kwargs`` go to ``torch.compile``. Compiling a function that uses many
+        ops is the normal way.
+        """
+
+        def call(*args: Any, **named: Any) -> Any:
+            return self(*args, **named)
+
+        own = types.FunctionType(
+            call.__code__.replace(), call.__globals__, type(self).__name__, None, call.__closure__
+        )
+        return torch.compile(own, **kwargs)
+
+    # -- what served, what would serve, what it costs ------------------------------------------------
+
+    @property
+    def last_call(self) -> LastCall | None:
+        """What served the last call of this op or of an equal one, None before the first."""
+        plan = self._state.last
+        return None if plan is None else plan.made
+
+    @property
+    def serving_target(self) -> str | None:
+        """The target of the last call, None before the first."""
+        last = self.last_call
+        return None if last is None else last.target
+
+    def request_tune(self) -> None:
+        """Time all candidate kernels at the next call of each shape and keep the fastest.
+
+        Never inside a CUDA graph capture. Plans made before are dropped.
+        """
+        with self._state.lock:
+            self._state.tune = True
+            self._state.plans.clear()
+
+    def _spec(self, arguments: tuple[Any, ...]) -> CallSpec:
+        if not arguments and (self.entry.inputs or self._state.last is not None):
+            last = self.last_call
+            if last is None:
+                raise CheckError(type(self).__name__, self.entry.inputs[0].name, "no call yet",
+                                 "inputs here, or a call before")  # fmt: skip
+            return last.call
+        tensors = tuple(
+            torch.empty_strided(a.shape, a.strides, dtype=a.dtype, device=a.device)
+            if isinstance(a, TensorSpec)
+            else a
+            for a in arguments
+        )
+        padded = tensors + (None,) * (len(self.entry.inputs) - len(tensors))
+        return call_spec(self, padded, None)[0]
+
+    def iter_kernels(self, device_type: str = "cuda") -> Iterator[type[Kernel]]:
+        """The in-tree kernels of this op for a device type."""
+        yield from in_tree_kernels(type(self), device_type)
+
+    def kernel_config(self, *inputs: Any) -> tuple[Any, ...]:
+        """The build identity that serves ``inputs`` in tree (the last call's without inputs)."""
+        last = self.last_call
+        if not inputs and last is not None:
+            return last.build
+        return resolve_entry(self, self._spec(inputs))[1].identity
+
+    def roofline_data_terms(self, *inputs: Any) -> Roofline:
+        """Operations and bytes of a call with ``inputs`` (of the last call without)."""
+        return roofline_of(self.entry, self._spec(inputs))
+
+    def eval_roofline(self, *inputs: Any) -> tuple[int, int]:
+        """``(flops, bytes moved)`` of a call: every byte read and written once."""
+        terms = self.roofline_data_terms(*inputs)
+        return terms.flops, terms.read_bytes + terms.write_bytes
+
+    def eval_roofline_read_bytes(self, *inputs: Any) -> int:
+        """Bytes that a call must read."""
+        return self.roofline_data_terms(*inputs).read_bytes
+
+    def roof_key(self, *inputs: Any) -> tuple[str, str]:
+        """Which roof bounds the call: ``(kind of op, dtype of its first tensor)``."""
+        call = self._spec(inputs)
+        spec = next(s for s in (*call.inputs.values(), *call.outputs.values()) if s is not None)
+        return self.entry.kind, str(spec.dtype).removeprefix("torch.")
+
+
+def _reconstruct(cls: type[Op], params: dict[str, Any]) -> Op:
+    return cls(**params)
+
+
+def _give_constructor(cls: type[Op]) -> None:
+    """The constructor an entry implies, with a signature a reader can use."""
+
+    def __init__(self: Op, *args: Any, **kwargs: Any) -> None:
+        self._construct(args, kwargs)
+
+    __init__.__signature__ = constructor_signature(cls.entry)  # type: ignore[attr-defined]
+    __init__.__qualname__ = f"{cls.__qualname__}.__init__"
+    cls.__init__ = __init__  # type: ignore[method-assign]
+
+
+def constructor_signature(entry: Entry) -> inspect.Signature:
+    """``(self, <params>, *, <keyword params>, target=None)``."""
+
+    def parameter(param: Param, kind: Any) -> inspect.Parameter:
+        from tileops.engine.manifest.entry import MISSING
+
+        default = inspect.Parameter.empty if param.default is MISSING else param.default
+        return inspect.Parameter(param.name, kind, default=default)
+
+    parts = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    parts += [
+        parameter(p, inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in entry.params if not p.kw_only
+    ]
+    parts += [parameter(p, inspect.Parameter.KEYWORD_ONLY) for p in entry.params if p.kw_only]
+    parts.append(inspect.Parameter("target", inspect.Parameter.KEYWORD_ONLY, default=None))
+    return inspect.Signature(parts)

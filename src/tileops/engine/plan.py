@@ -1,0 +1,405 @@
+"""One eager call's plan: made once per set of facts, then looked up.
+
+A plan holds what was decided: checks passed, target, kernel entry, how outputs are returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tileops.engine import record, targets
+from tileops.engine.boundary.instances import OpState
+from tileops.engine.build import built, is_built
+from tileops.engine.decomposition import decomposition_kernels
+from tileops.engine.errors import (
+    BackendError,
+    CheckError,
+    ColdCaptureError,
+    OpNotAvailableError,
+)
+from tileops.engine.kernel import CallSpec, Entry, Kernel, TensorSpec
+from tileops.engine.manifest.entry import Branch
+from tileops.engine.select import Selection, claimants, load_kernel, select
+from tileops.engine.settings import settings
+
+__all__ = ["LastCall", "Plan", "call_spec", "in_tree_kernels", "make_plan", "resolve_entry"]
+
+
+@dataclass(frozen=True)
+class LastCall:
+    """What served a call: ``target`` and who decided it, ``kernel``, its ``build`` identity, and
+    ``refused``: each other kernel (or a target that was wanted) with its reason."""
+
+    target: str
+    decided_by: str
+    kernel: str
+    build: tuple[Any, ...]
+    refused: tuple[tuple[str, str], ...]
+    call: CallSpec
+
+    def __str__(self) -> str:
+        lines = [f"{self.call}: target {self.target} (by {self.decided_by}), kernel {self.kernel}"]
+        lines += [f"  refused {name}: {reason}" for name, reason in self.refused]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``run(*inputs, [out])`` gives what the op returns."""
+
+    run: Callable[..., Any]
+    made: LastCall
+
+
+def _branch(cls: Any, inputs: tuple[Any, ...], op: Any, out: Any) -> Branch:
+    """The side-effect branch of a call."""
+    entry = cls.entry
+    passed = frozenset(
+        item.name for item, value in zip(entry.inputs, inputs, strict=True) if value is not None
+    )
+    env = op._params
+
+    def true(expr: Any) -> bool:
+        return expr is not None and bool(expr.evaluate(env, passed))
+
+    return Branch(
+        tuple(i.name for i in entry.inputs if true(i.mutated)),
+        out is not None,
+        tuple(o.name for o in entry.outputs if true(o.nullable)),
+    )
+
+
+def call_spec(op: Any, inputs: tuple[Any, ...], out: Any) -> tuple[CallSpec, Branch]:
+    """Check a call and give its facts. Raises ``CheckError`` before any work."""
+    cls = type(op)
+    entry = cls.entry
+    outputs, dims, device = cls._signature(op, *inputs, out)
+    if device is None:
+        device = op._params.get("device") or torch.get_default_device()
+    branch = _branch(cls, inputs, op, out)
+    written = frozenset(branch.writes) | (frozenset({"out"}) if branch.out else frozenset())
+
+    def spec(name: str, tensor: torch.Tensor | None) -> TensorSpec | None:
+        if tensor is None:
+            return None
+        if tensor.is_contiguous() or name in branch.writes:
+            return TensorSpec.of(tensor)
+        return TensorSpec.contiguous_of(tuple(tensor.shape), tensor.dtype, tensor.device)
+
+    def out_spec(index: int, value: Any) -> TensorSpec | None:
+        if value is None:
+            return None
+        if out is not None and entry.outputs[index].buffer:
+            return TensorSpec.of(out)
+        return TensorSpec.contiguous_of(tuple(value[0]), value[1], device)
+
+    call = CallSpec(
+        op=entry.name,
+        params=SimpleNamespace(**op._params),
+        dims=dims,
+        inputs={i.name: spec(i.name, t) for i, t in zip(entry.inputs, inputs, strict=True)},
+        outputs={o.name: out_spec(n, v) for n, (o, v) in enumerate(zip(entry.outputs, outputs, strict=True))},
+        device=targets.device_facts(device),
+        written=written,
+        key=op._instance_key,
+    )  # fmt: skip
+    return call, branch
+
+
+def _is_input(entry: Any) -> str:
+    return next((o.is_input for o in entry.outputs if o.is_input), "")
+
+
+def in_tree_kernels(cls: Any, device_type: str) -> list[type[Kernel]]:
+    """The in-tree kernels of an op class for one device type, decomposition included."""
+    interface = cls.kernel
+    names = getattr(interface, device_type, ()) if interface is not None else ()
+    kernels = [load_kernel(cls.kernel_package, name) for name in names]
+    entry = cls.entry
+    if cls.decomposition is not None:
+        plain, inductor = decomposition_kernels(
+            cls.decomposition, entry.kind, entry.has_out, _is_input(entry)
+        )
+        wanted = settings().cpu_kernel
+        if device_type == "cpu" and not kernels and wanted != "plain" and entry.inputs:
+            kernels.append(inductor)
+        kernels.append(plain)
+    return kernels
+
+
+def resolve_entry(op: Any, call: CallSpec) -> tuple[Selection, Entry]:
+    """The in-tree kernel and entry for a call, without building it."""
+    selection = select(call, in_tree_kernels(type(op), call.device.type))
+    return selection, selection.kernel.entry_for(call)
+
+
+def _capturing(call: CallSpec) -> bool:
+    return call.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _builtin(op: Any, call: CallSpec, decision: targets.Decision, state: OpState, inputs: Any) -> Any:
+    selection, entry = resolve_entry(op, call)
+    refused = selection.refused
+    if state.tune and not _capturing(call):
+        selection, entry = _tuned(op, call, inputs)
+    # A CUDA module is loaded into one device's context: another device builds its own.
+    identity = (targets.BUILTIN, entry.identity, call.device.type, call.device.index)
+    if _capturing(call) and not is_built(identity):
+        raise ColdCaptureError(call.op)
+    artifact = built(
+        identity, entry.build, op=call.op, target=targets.BUILTIN, kernel=selection.kernel.name
+    )
+    run = artifact if entry.bind is None else entry.bind(artifact, call)
+    if decision.skipped:
+        refused = ((f"target {decision.skipped.split(':')[0]}", decision.skipped), *refused)
+    made = LastCall(
+        targets.BUILTIN, decision.by, selection.kernel.name, entry.identity, refused, call
+    )
+    return run, made
+
+
+def _external(op: Any, call: CallSpec, decision: targets.Decision) -> Any:
+    build_kernel = targets.builder_of(decision.target, call.op)
+    assert build_kernel is not None
+    specs = tuple(call.inputs.values())
+    registration = targets.registration_of(decision.target, call.op)
+    identity = (decision.target, registration, call.key, specs, call.written)
+    if _capturing(call) and not is_built(identity):
+        raise ColdCaptureError(call.op)
+
+    def build() -> Any:
+        kernel = build_kernel(*specs, **vars(call.params))
+        if not callable(kernel):
+            raise TypeError(f"build_kernel returned {type(kernel).__name__}, not a callable")
+        return kernel
+
+    name = getattr(build_kernel, "__qualname__", repr(build_kernel))
+    kernel = built(identity, build, op=call.op, target=decision.target, kernel=name)
+    made = LastCall(decision.target, decision.by, name, identity, (), call)
+    return _verified(kernel, call, decision.target, type(op).entry), made
+
+
+def _verified(kernel: Any, call: CallSpec, target: str, entry: Any) -> Callable[..., Any]:
+    """Check the first result of a foreign kernel against the signature, then trust it."""
+    written = "out" in call.written or _is_input(entry) in call.written
+    checked = written or not entry.outputs
+
+    def run(*args: Any) -> Any:
+        nonlocal checked
+        try:
+            result = kernel(*args)
+        except Exception as error:
+            error.add_note(f"raised by target {target!r} while it served {call}")
+            raise
+        if not checked:
+            _check_result(call, target, result, args)
+            checked = True
+        return result
+
+    return run
+
+
+def _check_result(call: CallSpec, target: str, result: Any, args: tuple[Any, ...]) -> None:
+    """Raises ``BackendError``, naming the target, where a result breaks the signature."""
+    start = f"{call.op}: target {target!r}"
+    results = result if isinstance(result, tuple) else (result,)
+    if len(results) != len(call.outputs):
+        raise BackendError(f"{start} returned {len(results)} outputs, not {len(call.outputs)}")
+    taken = {id_: "an input or a view of it" for id_ in map(_storage, args) if id_}
+    for (name, spec), value in zip(call.outputs.items(), results, strict=True):
+        if (value is None) != (spec is None):
+            problem = "missing" if value is None else "not None"
+            raise BackendError(f"{start}: output '{name}' is {problem}")
+        if spec is None:
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise BackendError(f"{start}: output '{name}' is a {type(value).__name__}, no tensor")
+        facts = (tuple(value.shape), value.dtype, value.device.type, value.is_contiguous())
+        if facts != (spec.shape, spec.dtype, spec.device.type, True):
+            raise BackendError(
+                f"{start}: output '{name}' is {value.dtype}{list(value.shape)} with strides "
+                f"{list(value.stride())} on {value.device}; the signature says contiguous "
+                f"{spec.dtype}{list(spec.shape)} on {spec.device}"
+            )
+        storage = _storage(value)
+        if storage in taken:
+            raise BackendError(f"{start}: output '{name}' is {taken[storage]}")
+        if storage:
+            taken[storage] = f"output '{name}' or a view of it"
+
+
+def _storage(tensor: torch.Tensor | None) -> int:
+    """Where the memory of a tensor begins; 0 for none and for an empty one."""
+    if tensor is None or not tensor.numel():
+        return 0
+    return tensor.untyped_storage().data_ptr()
+
+
+def _tuned(op: Any, call: CallSpec, inputs: tuple[Any, ...]) -> tuple[Selection, Entry]:
+    """Time every candidate of every kernel that takes the call on its real inputs."""
+    from tileops.engine.tune import fastest
+
+    kernels, refused = claimants(call, in_tree_kernels(type(op), call.device.type))
+    kernel, entry, losers = fastest(call, kernels, inputs)
+    return Selection(kernel, (*refused, *losers)), entry
+
+
+def make_plan(state: OpState, facts: Any, arguments: tuple[Any, ...]) -> Plan:
+    """Check, decide, build, store. Nothing is stored when anything fails."""
+    op = state.op
+    entry = type(op).entry
+    count = len(entry.inputs)
+    inputs, out = arguments[:count], arguments[count] if entry.has_out else None
+    call, branch = call_spec(op, inputs, out)
+    run, made = _meta(call) if call.device.type == "meta" else _serve(op, call, state, inputs)
+    plan = Plan(_finish(run, op, call, branch, inputs), made)
+    with state.lock:
+        while len(state.plans) >= settings().plan_limit:
+            state.plans.pop(next(iter(state.plans)))
+        state.plans[facts] = plan
+    if record.listening():
+        record.emit("plan", op=call.op, key=call.key, target=made.target, kernel=made.kernel,
+                    decided_by=made.decided_by, refused=made.refused)  # fmt: skip
+    return plan
+
+
+def _meta(call: CallSpec) -> tuple[Callable[..., Any], LastCall]:
+    """Meta tensors return at the fake: shapes only, nothing decided, nothing built."""
+    specs = list(call.outputs.values())
+
+    def run(*args: Any) -> Any:
+        if call.written and "out" in call.written:
+            return None
+        results = tuple(
+            None if s is None else torch.empty(s.shape, dtype=s.dtype, device="meta") for s in specs
+        )
+        return results[0] if len(results) == 1 else (results or None)
+
+    return run, LastCall("meta", "device", "fake", (), (), call)
+
+
+def _serve(op: Any, call: CallSpec, state: OpState, inputs: tuple[Any, ...]) -> Any:
+    device = next(
+        (s.device for s in (*call.outputs.values(), *call.inputs.values()) if s is not None),
+        torch.device("cpu"),
+    )
+    decision = targets.decide(call.op, op.target, device)
+    if decision.target != targets.BUILTIN:
+        try:
+            return _external(op, call, decision)
+        except OpNotAvailableError as declined:
+            if decision.by == "op":
+                raise
+            decision = targets.skip(call.op, decision.target, decision.by, declined.reason)
+    return _builtin(op, call, decision, state, inputs)
+
+
+def _finish(
+    run: Callable[..., Any], op: Any, call: CallSpec, branch: Branch, inputs: tuple[Any, ...]
+) -> Callable[..., Any]:
+    """Wrap a kernel's run with what the call needs: contiguous inputs, copy-back of strided written
+    tensors, version bumps, device, and the value the user gets."""
+    entry = type(op).entry
+    names = [i.name for i in entry.inputs]
+    written = [names.index(name) for name in branch.writes]
+    resolve = [n for n, t in enumerate(inputs) if t is not None and (t.is_neg() or t.is_conj())]
+    strided = [
+        n
+        for n, t in enumerate(inputs)
+        if t is not None and not t.is_contiguous() and n not in written
+    ]
+    copy_back = [n for n in written if not inputs[n].is_contiguous()]
+    if copy_back or resolve or strided:
+        run = _restrided(run, sorted({*resolve, *strided}), copy_back)
+    if call.device.type == "cuda" and torch.cuda.device_count() > 1:
+        run = _on_device(run, call.device.index)
+    targets_of_write = [*written, *([len(names)] if branch.out else [])]
+    if not targets_of_write:
+        return run
+    return _writing(run, op, branch, targets_of_write)
+
+
+def _restrided(run: Callable[..., Any], gather: list[int], copy_back: list[int]) -> Callable[..., Any]:
+    def restrided(*args: Any) -> Any:
+        values = list(args)
+        for n in gather:
+            values[n] = values[n].resolve_conj().resolve_neg().contiguous()
+        for n in copy_back:
+            values[n] = values[n].contiguous()
+        result = run(*values)
+        for n in copy_back:
+            args[n].copy_(values[n])
+        return result
+
+    return restrided
+
+
+def _on_device(run: Callable[..., Any], index: int) -> Callable[..., Any]:
+    current = torch.cuda.current_device
+
+    def on_device(*args: Any) -> Any:
+        if current() == index:
+            return run(*args)
+        with torch.cuda.device(index):
+            return run(*args)
+
+    return on_device
+
+
+def _writing(
+    run: Callable[..., Any], op: Any, branch: Branch, written: list[int]
+) -> Callable[..., Any]:
+    entry = type(op).entry
+    names = [*(i.name for i in entry.inputs), *(["out"] if entry.has_out else [])]
+    returned = next(
+        (
+            len(entry.inputs) if output.buffer and branch.out else names.index(output.is_input)
+            for output in entry.outputs
+            if (output.buffer and branch.out) or output.is_input in branch.writes
+        ),
+        None,
+    )
+    bump = torch.autograd.graph.increment_version
+
+    def writing(*args: Any) -> Any:
+        _refuse_overlap(entry.name, names, args, written)
+        result = run(*args)
+        for n in written:
+            if not args[n].is_inference():
+                bump(args[n])
+        return result if returned is None else args[returned]
+
+    return writing
+
+
+_META = torch.device("meta")
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """First and one past the last byte a tensor touches."""
+    start = tensor.data_ptr()
+    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (reach + 1) * tensor.element_size()
+
+
+def _refuse_overlap(op: str, names: list[str], args: tuple[Any, ...], written: list[int]) -> None:
+    """A written tensor must share memory with no other argument: eager, functionalised and
+    out-of-order kernels would each give another answer."""
+    for n in written:
+        if not args[n].numel():
+            continue
+        low, high = _extent(args[n])
+        for m, other in enumerate(args):
+            if m == n or other is None or not other.numel():
+                continue
+            start, end = _extent(other)
+            if start < high and low < end and other.device == args[n].device != _META:
+                raise CheckError(
+                    op, names[n], f"memory shared with argument '{names[m]}'",
+                    "a written tensor that shares memory with no other argument",
+                )  # fmt: skip

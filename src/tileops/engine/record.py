@@ -1,0 +1,64 @@
+"""Plain events about what the engine did: targets decided, kernels refused, chosen, built.
+
+Nothing is stored unless somebody listens: ``with recording() as events: ...``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Event", "build_count", "emit", "listening", "recording"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """One fact: ``kind`` (``target``, ``refused``, ``chosen``, ``built``, ``plan``) and its data."""
+
+    kind: str
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+_lock = threading.Lock()
+_sinks: list[list[Event]] = []
+_builds = 0
+
+
+def listening() -> bool:
+    """Whether anybody records; lets a caller skip making event data."""
+    return bool(_sinks)
+
+
+def emit(kind: str, **data: Any) -> None:
+    """Give an event to every open recording; builds are counted always."""
+    global _builds
+    if kind == "built":
+        with _lock:
+            _builds += 1
+    if _sinks:
+        event = Event(kind, data)
+        with _lock:
+            for sink in _sinks:
+                sink.append(event)
+
+
+def build_count() -> int:
+    """Kernels built in this process so far, by any target."""
+    return _builds
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Event]]:
+    """Collect the events of all threads while the block runs."""
+    sink: list[Event] = []
+    with _lock:
+        _sinks.append(sink)
+    try:
+        yield sink
+    finally:
+        with _lock:
+            # By identity: an equal but different list must stay.
+            _sinks[:] = [s for s in _sinks if s is not sink]

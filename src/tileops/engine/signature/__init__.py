@@ -1,0 +1,1 @@
+"""From an entry to checked parameters, canonical keys and generated checks."""

@@ -1,0 +1,354 @@
+"""Matrix product: cuBLAS through ATen, and a Triton kernel that may split the K axis.
+
+Both take every call; which serves is decided by the times in ``SHARE``. The Triton kernel gives
+each program one tile of the result. Where tiles are fewer than multiprocessors (few rows: a decode
+step), programs along K each leave a float32 partial product, and a second kernel adds these in
+a fixed order, so results do not vary from run to run.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tileops.authoring import CallSpec, Entry, Kernel, Run
+from tileops.lib.launch import Launcher, TritonBuild, pointer_to
+
+__all__ = ["CublasGEMM", "Tile", "TritonGEMM"]
+
+ROOFLINE = {
+    # By compute capability: terabytes a second, and dense 16-bit teraflops a second.
+    (8, 0): (1.6, 250.0),
+    (9, 0): (4.3, 700.0),
+    (10, 0): (7.0, 1600.0),
+}
+LAUNCH = {"cublas": 2.0, "triton": 2.0}
+"""Microseconds of a call that moves nothing."""
+SHARE = {
+    # Of the roofline reached, for up to so many rows: (cuBLAS, Triton). Measure with
+    # `python benchmarks/ops.py gemm` and write the medians here; the higher one serves.
+    16: (0.70, 0.60),
+    64: (0.70, 0.60),
+    128: (0.65, 0.60),
+    512: (0.75, 0.60),
+    1 << 62: (0.85, 0.60),
+}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One way to run the Triton kernel."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    group: int = 8
+    """Tile rows whose tiles follow each other, sharing what they read of ``b``."""
+
+    def shared(self, itemsize: int) -> int:
+        """Bytes of shared memory that the stages take."""
+        return (self.rows + self.columns) * self.depth * itemsize * self.stages
+
+
+TILES = {
+    # For up to so many rows of the result; the first that fits in shared memory is the default.
+    16: (
+        Tile(16, 64, 256, 4, 4),
+        Tile(16, 32, 256, 4, 4),
+        Tile(16, 128, 128, 4, 4),
+        Tile(16, 64, 128, 4, 5),
+        Tile(16, 64, 64, 4, 4),
+    ),
+    64: (
+        Tile(64, 64, 128, 4, 4),
+        Tile(64, 32, 128, 4, 5),
+        Tile(64, 128, 128, 4, 3),
+        Tile(64, 128, 64, 4, 4),
+        Tile(64, 64, 64, 4, 3),
+    ),
+    128: (
+        Tile(128, 64, 128, 4, 4),
+        Tile(128, 128, 64, 4, 4),
+        Tile(128, 64, 64, 4, 5),
+        Tile(64, 64, 128, 4, 4),
+        Tile(64, 64, 64, 4, 3),
+    ),
+    512: (
+        Tile(128, 128, 64, 4, 4),
+        Tile(128, 128, 64, 8, 4),
+        Tile(128, 128, 128, 8, 3),
+        Tile(128, 64, 64, 4, 4),
+        Tile(64, 64, 64, 4, 3),
+    ),
+    1 << 62: (
+        Tile(128, 256, 64, 8, 3),
+        Tile(128, 256, 64, 8, 4),
+        Tile(128, 128, 64, 8, 4),
+        Tile(256, 128, 64, 8, 3),
+        Tile(64, 64, 64, 4, 3),
+    ),
+}
+IEEE_TILES = (Tile(64, 64, 32, 8, 2), Tile(32, 64, 32, 4, 2), Tile(16, 64, 32, 4, 2))
+"""For float32, whose products are taken by the ordinary arithmetic units."""
+
+
+@triton.jit
+def _gemm(
+    a,
+    b,
+    d,
+    M,
+    N,
+    K,
+    steps_each,
+    TRANS_A: tl.constexpr,
+    TRANS_B: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # Tiles go in groups of GROUP tile rows, column by column.
+    program = tl.program_id(0)
+    tile_rows = tl.cdiv(M, ROWS)
+    in_group = GROUP * tl.cdiv(N, COLUMNS)
+    first = program // in_group * GROUP
+    height = tl.minimum(tile_rows - first, GROUP)
+    row = (first + program % in_group % height) * ROWS + tl.arange(0, ROWS)
+    column = program % in_group // height * COLUMNS + tl.arange(0, COLUMNS)
+    row_inside, column_inside = (row < M)[:, None], (column < N)[None, :]
+
+    part = tl.program_id(1)
+    steps = tl.cdiv(K, DEPTH)
+    begin = part * steps_each
+    end = tl.minimum(begin + steps_each, steps)
+    depth = tl.arange(0, DEPTH)
+    wide_row, wide_column = row.to(tl.int64)[:, None], column.to(tl.int64)[None, :]
+    along_a, along_b = depth[None, :], depth[:, None]
+    start = begin.to(tl.int64) * DEPTH
+    if TRANS_A:
+        a += (start + along_a) * M + wide_row
+        stride_a = M.to(tl.int64) * DEPTH
+    else:
+        a += start + along_a + wide_row * K
+        stride_a = DEPTH
+    if TRANS_B:
+        b += start + along_b + wide_column * K
+        stride_b = DEPTH
+    else:
+        b += (start + along_b) * N + wide_column
+        stride_b = N.to(tl.int64) * DEPTH
+
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for step in range(begin, end):
+        if EVEN_K:
+            left = tl.load(a, mask=row_inside, other=0.0)
+            right = tl.load(b, mask=column_inside, other=0.0)
+        else:
+            rest = K - step * DEPTH
+            left = tl.load(a, mask=row_inside & (along_a < rest), other=0.0)
+            right = tl.load(b, mask=column_inside & (along_b < rest), other=0.0)
+        total = tl.dot(left, right, total, input_precision=PRECISION)
+        a += stride_a
+        b += stride_b
+    # Parts lie behind each other; a single part is the result itself.
+    d += part.to(tl.int64) * M * N + wide_row * N + wide_column
+    tl.store(d, total.to(d.dtype.element_ty), mask=row_inside & column_inside)
+
+
+@triton.jit
+def _add_parts(parts, d, count, number, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    total = tl.zeros([BLOCK], tl.float32)
+    for _ in range(number):
+        total += tl.load(parts + place, mask=inside, other=0.0)
+        parts += count
+    tl.store(d + place, total, mask=inside)
+
+
+ADD_BLOCK = 1024
+
+
+def _sizes(call: CallSpec) -> tuple[int, int, int]:
+    """``M``, ``N`` and ``K``."""
+    a, b = call.inputs["a"].shape, call.inputs["b"].shape
+    rows, depth = (a[1], a[0]) if call.params.trans_a else a
+    return rows, b[0] if call.params.trans_b else b[1], depth
+
+
+def _bucket(table: dict[int, Any], rows: int) -> Any:
+    return next(found for most, found in table.items() if rows <= most)
+
+
+def _cost(call: CallSpec, library: str) -> float:
+    """Microseconds: the roofline of the call at the share of it that ``library`` reaches."""
+    rows, columns, depth = _sizes(call)
+    itemsize = call.inputs["a"].dtype.itemsize
+    known = max((arch for arch in ROOFLINE if arch <= call.device.arch), default=min(ROOFLINE))
+    bandwidth, flops = ROOFLINE[known]
+    moved = (rows * depth + columns * depth + rows * columns) * itemsize / bandwidth * 1e-6
+    # float32 takes the ordinary arithmetic units, about a tenth as fast.
+    work = 2 * rows * columns * depth / (flops if itemsize == 2 else flops / 10) * 1e-6
+    share = _bucket(SHARE, rows)[0 if library == "cublas" else 1]
+    return LAUNCH[library] + max(moved, work) / share
+
+
+class CublasGEMM(Kernel):
+    """``torch.mm``; float32 follows torch's own setting of its precision."""
+
+    name = "cublas"
+
+    @classmethod
+    def cost(cls, call: CallSpec) -> float:
+        return _cost(call, "cublas")
+
+    @classmethod
+    def entry_for(cls, call: CallSpec) -> Entry:
+        trans_a, trans_b = bool(call.params.trans_a), bool(call.params.trans_b)
+        return Entry(("aten.mm", trans_a, trans_b), lambda: _mm(trans_a, trans_b))
+
+
+def _mm(trans_a: bool, trans_b: bool) -> Run:
+    mm = torch.mm
+
+    def run(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return mm(a.t() if trans_a else a, b.t() if trans_b else b)
+
+    return run
+
+
+class TritonGEMM(Kernel):
+    """Any sizes and layouts; float32 products are exact float32 ones."""
+
+    name = "triton_gemm"
+
+    @classmethod
+    def cost(cls, call: CallSpec) -> float:
+        return _cost(call, "triton")
+
+    @classmethod
+    def tiles(cls, call: CallSpec) -> list[Tile]:
+        """The tiles worth timing that fit the device's shared memory, the default first."""
+        dtype, room = call.inputs["a"].dtype, call.device.shared_memory or 99 << 10
+        some = IEEE_TILES if dtype.itemsize == 4 else _bucket(TILES, _sizes(call)[0])
+        fitting = [tile for tile in some if tile.shared(dtype.itemsize) <= room]
+        return fitting or [Tile(16, 64, 32, 4, 2)]
+
+    @classmethod
+    def entry_for(cls, call: CallSpec) -> Entry:
+        tile = cls.tiles(call)[0]
+        return cls.entry_of(call, tile, cls.parts(call, tile))
+
+    @classmethod
+    def candidates(cls, call: CallSpec) -> list[Entry]:
+        found = []
+        for tile in cls.tiles(call):
+            parts = cls.parts(call, tile)
+            most = max(_sizes(call)[2] // (2 * tile.depth), 1)
+            numbers = dict.fromkeys(min(number, most) for number in (parts, 1, parts * 2))
+            found += [cls.entry_of(call, tile, number) for number in numbers]
+        return found
+
+    @classmethod
+    def parts(cls, call: CallSpec, tile: Tile) -> int:
+        """How many programs share one tile: as many as let every multiprocessor have one."""
+        rows, columns, depth = _sizes(call)
+        tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
+        room = call.device.multiprocessors // max(tiles, 1)
+        return max(min(room, 16, depth // (4 * tile.depth)), 1)
+
+    @classmethod
+    def entry_of(cls, call: CallSpec, tile: Tile, parts: int) -> Entry:
+        """The entry of one tile, the K axis cut into ``parts``."""
+        product = _product(call, tile, parts > 1)
+        builds = [product]
+        if parts > 1:
+            dtype = call.inputs["a"].dtype
+            signature = (("parts", "*fp32"), ("d", pointer_to(dtype)))
+            builds.append(
+                TritonBuild(
+                    _add_parts,
+                    signature=(*signature, ("count", "i64"), ("number", "i32")),
+                    constexprs=(("BLOCK", ADD_BLOCK),),
+                    aligned=("parts", "d"),
+                )
+            )
+
+        def bind(launchers: tuple[Launcher, ...], call: CallSpec) -> Run:
+            return _bind(launchers, call, tile, parts)
+
+        identity = tuple(build.identity for build in builds)
+        return Entry(identity, functools.partial(_load, *builds), bind)
+
+
+def _product(call: CallSpec, tile: Tile, partial: bool) -> TritonBuild:
+    a, b = call.inputs["a"], call.inputs["b"]
+    rows, columns, depth = _sizes(call)
+    # M counts only where it is a stride.
+    divisible = {"M": call.params.trans_a and rows, "N": columns, "K": depth}
+    aligned = [name for name, spec in (("a", a), ("b", b)) if spec.aligned]
+    aligned += ["d", *(name for name, size in divisible.items() if size and size % 16 == 0)]
+    return TritonBuild(
+        _gemm,
+        signature=(
+            ("a", pointer_to(a.dtype)),
+            ("b", pointer_to(b.dtype)),
+            ("d", "*fp32" if partial else pointer_to(a.dtype)),
+            ("M", "i32"),
+            ("N", "i32"),
+            ("K", "i32"),
+            ("steps_each", "i32"),
+        ),
+        constexprs=(
+            ("TRANS_A", bool(call.params.trans_a)),
+            ("TRANS_B", bool(call.params.trans_b)),
+            ("ROWS", tile.rows),
+            ("COLUMNS", tile.columns),
+            ("DEPTH", tile.depth),
+            ("GROUP", tile.group),
+            ("EVEN_K", depth % tile.depth == 0),
+            ("PRECISION", "ieee"),
+        ),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        aligned=tuple(aligned),
+    )
+
+
+def _load(*builds: TritonBuild) -> tuple[Launcher, ...]:
+    return tuple(build() for build in builds)
+
+
+def _bind(launchers: tuple[Launcher, ...], call: CallSpec, tile: Tile, parts: int) -> Run:
+    rows, columns, depth = _sizes(call)
+    dtype, device = call.inputs["a"].dtype, call.inputs["a"].device
+    multiply, *add = (launcher.on(call.device.index) for launcher in launchers)
+    programs = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
+    each = triton.cdiv(triton.cdiv(depth, tile.depth), parts)
+    count = rows * columns
+
+    def whole(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        d = torch.empty((rows, columns), dtype=dtype, device=device)
+        if count:
+            multiply(programs, 1, 1, a, b, d, rows, columns, depth, each)
+        return d
+
+    def split(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        d = torch.empty((rows, columns), dtype=dtype, device=device)
+        if count:
+            partial = torch.empty((parts, count), dtype=torch.float32, device=device)
+            multiply(programs, parts, 1, a, b, partial, rows, columns, depth, each)
+            add[0](triton.cdiv(count, ADD_BLOCK), 1, 1, partial, d, count, parts)
+        return d
+
+    return split if add else whole

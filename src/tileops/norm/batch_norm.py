@@ -1,0 +1,59 @@
+"""Batch normalisation."""
+
+from __future__ import annotations
+
+import torch
+
+from tileops.authoring import Op
+
+
+class BatchNormFwdOp(Op):
+    """Normalises each channel of ``input`` ``[B, C, *L]``; returns ``(output, save_mean,
+    save_invstd)``.
+
+    Training uses the batch's own mean and biased variance, returns them as float32 ``[C]`` (the
+    variance as ``1 / sqrt(var + eps)``) and writes ``running_mean``/``running_var`` where passed:
+    ``(1 - momentum) * running + momentum * batch`` with the unbiased variance. Evaluation uses the
+    running statistics and returns None for both. ``weight``, ``bias``: float32 ``[C]`` or None. API:
+    ``torch.nn.functional.batch_norm``.
+    """
+
+    @staticmethod
+    def decomposition(
+        input: torch.Tensor,
+        running_mean: torch.Tensor | None,
+        running_var: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        *,
+        training: bool,
+        momentum: float,
+        eps: float,
+    ) -> tuple[torch.Tensor | None, ...]:
+        values = input.float()
+        channel = [1, -1] + [1] * (input.ndim - 2)
+        mean, var = running_mean, running_var
+        if training:
+            dims = [0, *range(2, input.ndim)]
+            var, mean = torch.var_mean(values, dims, correction=0)
+        assert mean is not None and var is not None
+        invstd = torch.rsqrt(var + eps)
+        result = (values - mean.view(channel)) * invstd.view(channel)
+        if weight is not None:
+            result = result * weight.view(channel)
+        if bias is not None:
+            result = result + bias.view(channel)
+        output = result.to(input.dtype)
+        if not training:
+            return output, None, None
+        if running_mean is None or running_var is None:
+            return output, mean, invstd
+        count = input.numel() // input.shape[1] if input.shape[1] else 2
+        unbiased = var * (count / (count - 1))
+        return (
+            output,
+            mean,
+            invstd,
+            running_mean.lerp(mean, momentum),
+            running_var.lerp(unbiased, momentum),
+        )

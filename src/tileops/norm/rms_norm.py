@@ -1,0 +1,38 @@
+"""RMS normalisation."""
+
+from __future__ import annotations
+
+import torch
+
+from tileops.authoring import KernelInterface, Op
+
+
+class RMSNormFwdOp(Op):
+    """``y = x / sqrt(mean(x²) + eps) * weight`` over the last ``len(normalized_shape)`` dims.
+
+    ``x``: ``[*B, *normalized_shape]``; ``weight``: ``normalized_shape`` or None; the output has the
+    shape and dtype of ``x``. Accumulates in float32 (float64 for float64); ``eps=None`` is float32's
+    machine epsilon (the dtype's own for float64). Formula: Zhang and Sennrich, Root Mean Square Layer Normalization,
+    2019; API: ``torch.nn.functional.rms_norm``.
+    """
+
+    kernel = KernelInterface(
+        cuda=("rms_norm:RegisterRow", "rms_norm:StreamedRow", "rms_norm:ManyShortRows")
+    )
+
+    @staticmethod
+    def decomposition(
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        *,
+        normalized_shape: tuple[int, ...],
+        eps: float | None,
+    ) -> torch.Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        dims = tuple(range(-len(normalized_shape), 0))
+        values = x.to(wide)
+        scale = values.square().mean(dims, keepdim=True)
+        result = values * torch.rsqrt(scale + (torch.finfo(wide).eps if eps is None else eps))
+        if weight is not None:
+            result = result * weight.to(wide)
+        return result.to(x.dtype)
