@@ -7,9 +7,7 @@ import torch
 from tileops.authoring import KernelInterface, Op
 
 
-def _rotate(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: str
-) -> torch.Tensor:
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: str) -> torch.Tensor:
     """Rotary embedding of ``[B, S, H, D]`` by tables ``[S, R/2]``, in float32."""
     size = 2 * cos.shape[-1]
     cos, sin = cos.float()[None, :, None], sin.float()[None, :, None]
@@ -68,7 +66,9 @@ class GQADenseFwdOp(Op):
             query = query * q_scale.repeat_interleave(group, 1)[:, None, :, None]
             key, value = key * k_scale[:, None, :, None], value * v_scale[:, None, :, None]
         if rope_cos is not None and rope_sin is not None:
-            query = _rotate(query, rope_cos[s_kv - s_q : s_kv], rope_sin[s_kv - s_q : s_kv], rope_layout)
+            query = _rotate(
+                query, rope_cos[s_kv - s_q : s_kv], rope_sin[s_kv - s_q : s_kv], rope_layout
+            )
             key = _rotate(key, rope_cos[:s_kv], rope_sin[:s_kv], rope_layout)
         # [B, H_kv, group, S, D]: grouped heads meet their key head by broadcasting, uncopied.
         query = query.reshape(batch, s_q, kv_heads, heads // kv_heads, size).permute(0, 2, 3, 1, 4)

@@ -15,7 +15,7 @@ class SiLUFwdOp(Op):
     ``torch.nn.functional.silu``.
     """
 
-    kernel = KernelInterface(cuda=("silu:SiLU",))
+    kernel = KernelInterface(cuda=("silu:Silu",))
 
     @staticmethod
     def decomposition(input: torch.Tensor, *, inplace: bool) -> torch.Tensor:
@@ -29,7 +29,7 @@ class SiLUAndMulFwdOp(Op):
     ``flashinfer.activation.silu_and_mul``; formula: Shazeer, GLU Variants Improve Transformer, 2020.
     """
 
-    kernel = KernelInterface(cuda=("silu_and_mul:SiLUAndMul",))
+    kernel = KernelInterface(cuda=("silu_and_mul:SiluAndMul",), compiled_from=1 << 23)
 
     @staticmethod
     def decomposition(input: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from tileops.engine.errors import BackendError, KernelBuildError
 __all__ = ["built", "is_built"]
 
 _lock = threading.Lock()
+_ABSENT = object()
 _artifacts: dict[Hashable, Any] = {}
 _under_way: dict[Hashable, threading.RLock] = {}
 
@@ -28,14 +29,14 @@ def built(
 
     Raises ``KernelBuildError`` (an error of tileops itself passes through).
     """
-    artifact = _artifacts.get(identity)
-    if artifact is not None:
+    artifact = _artifacts.get(identity, _ABSENT)
+    if artifact is not _ABSENT:
         return artifact
     with _lock:
         gate = _under_way.setdefault(identity, threading.RLock())
     with gate:
-        artifact = _artifacts.get(identity)
-        if artifact is not None:
+        artifact = _artifacts.get(identity, _ABSENT)
+        if artifact is not _ABSENT:
             return artifact
         try:
             artifact = build()
@@ -44,8 +45,6 @@ def built(
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             raise KernelBuildError(op, target, kernel, problem) from error
-        if artifact is None:
-            raise KernelBuildError(op, target, kernel, "the build returned None")
         _artifacts[identity] = artifact
         record.emit("built", op=op, target=target, kernel=kernel, identity=identity)
     with _lock:

@@ -8,19 +8,16 @@ one that does not exist), then the new value of each written input that is not i
 from __future__ import annotations
 
 import threading
+import types
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 
 from tileops.engine.kernel import CallSpec, Entry, Kernel
 
-__all__ = ["INDUCTOR_FROM", "decomposition_kernels"]
-
-INDUCTOR_FROM = 1 << 20
-"""Elements of the largest output from which the compiled decomposition pays on the CPU; measured by
-``benchmarks/cpu_kernels.py``. Below it, a compilation of seconds is never won back."""
+__all__ = ["decomposition_kernels"]
 
 
 def _fresh(result: torch.Tensor, inputs: tuple[Any, ...]) -> torch.Tensor:
@@ -63,9 +60,9 @@ def _runner(function: Callable[..., Any], call: CallSpec, has_out: bool, is_inpu
     return run
 
 
-@lru_cache(maxsize=None)
+@cache
 def decomposition_kernels(
-    function: Callable[..., Any], kind: str, has_out: bool, is_input: str
+    function: Callable[..., Any], compiled_from: int | None, has_out: bool, is_input: str
 ) -> tuple[type[Kernel], type[Kernel]]:
     """(plain, Inductor) for one op class."""
 
@@ -75,6 +72,7 @@ def decomposition_kernels(
         name = "decomposition"
         devices = ("*",)
         general = True
+        last_resort = True
 
         @classmethod
         def entry_for(cls, call: CallSpec) -> Entry:
@@ -82,24 +80,26 @@ def decomposition_kernels(
             return Entry(identity, lambda: function, lambda f, c: _runner(f, c, has_out, is_input))
 
     class Inductor(Kernel):
-        """The decomposition as one C++ kernel: pointwise and reduction ops on large tensors."""
+        """The decomposition as one C++ kernel."""
 
         name = "inductor"
         devices = ("cpu",)
 
         @classmethod
         def refuses(cls, call: CallSpec) -> str | None:
-            if kind == "template":
-                return "library kernels serve a template op better than generated C++"
+            if compiled_from is None:
+                return "the decomposition is one ATen kernel already"
             largest = max((s.numel for s in call.outputs.values() if s is not None), default=0)
-            if largest < INDUCTOR_FROM:
-                return f"compiling pays from {INDUCTOR_FROM} output elements on, here {largest}"
+            if largest < compiled_from:
+                return f"compiling pays from {compiled_from} output elements on, here {largest}"
             return None
 
         @classmethod
         def entry_for(cls, call: CallSpec) -> Entry:
+            # Sizes are symbols in the compiled code, but for 1, which Dynamo takes as a fact.
             specs = tuple(
-                None if s is None else (s.dtype, len(s.shape)) for s in call.inputs.values()
+                None if s is None else (s.dtype, *(size == 1 for size in s.shape))
+                for s in call.inputs.values()
             )
             identity = ("inductor", call.key, specs, tuple(sorted(call.written)))
             return Entry(
@@ -113,19 +113,27 @@ def decomposition_kernels(
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     # A code object of its own: ops must not share one frame's recompile limit.
-    import types
-
-    code = function.__code__.replace()
     own = types.FunctionType(
-        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
     own.__kwdefaults__ = function.__kwdefaults__
     compiled = torch.compile(own, dynamic=True, fullgraph=True)
-    lock = threading.Lock()
+    first = threading.Lock()
+    ready = False
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal ready
         # Inference only: gradients are the boundary's affair, and must not split the graph cache.
-        with lock, torch.no_grad():
-            return compiled(*args, **kwargs)
+        with torch.no_grad():
+            if ready:
+                return compiled(*args, **kwargs)
+            with first:  # compiled at the first call: by one thread
+                result = compiled(*args, **kwargs)
+                ready = True
+                return result
 
     return run

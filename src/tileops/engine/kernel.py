@@ -100,6 +100,13 @@ class CallSpec:
     key: str = ""
     """The op's canonical instance key."""
 
+    def spec(self, name: str) -> TensorSpec:
+        """The spec of an input or output that is there. Raises ``KeyError`` for an absent one."""
+        found = self.inputs.get(name) or self.outputs.get(name)
+        if found is None:
+            raise KeyError(f"{self.op}: '{name}' is absent from this call")
+        return found
+
     def __str__(self) -> str:
         given = ", ".join(
             f"{name}={str(spec.dtype)[6:]}{list(spec.shape)}"
@@ -136,6 +143,8 @@ class Kernel:
     """Least compute capability (CUDA only)."""
     general: ClassVar[bool] = False
     """Stands behind every specialised kernel; at most one for a slot and device type."""
+    last_resort: ClassVar[bool] = False
+    """Stands behind the general kernel too: the decomposition."""
 
     @classmethod
     def refuses(cls, call: CallSpec) -> str | None:
@@ -169,3 +178,6 @@ class KernelInterface:
 
     cuda: tuple[str, ...] = ()
     cpu: tuple[str, ...] = ()
+    compiled_from: int | None = None
+    """Output elements from which the decomposition compiled by Inductor beats it run through ATen on
+    the CPU, as ``benchmarks/cpu_kernels.py`` measures; None where it never does."""

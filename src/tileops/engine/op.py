@@ -84,10 +84,11 @@ class Op:
         cls._check_params = staticmethod(make_constructor_check(cls.entry))
         if "__init__" not in cls.__dict__:
             _give_constructor(cls)
-        cls._boundary = make_calls(
-            cls, cls.entry, _plan, targets.epoch, targets.context_target
-        )
+        cls._boundary = make_calls(cls, cls.entry, _plan, targets.epoch, targets.context_target)
         cls.compile_op_names = tuple(o.name for o in cls._boundary.operators)
+
+    def __init__(self, *args: Any, target: str | None = None, **kwargs: Any) -> None:
+        self._construct(args, {**kwargs, "target": target})
 
     # -- construction ---------------------------------------------------------------------------
 
@@ -170,8 +171,9 @@ class Op:
             raise NotImplementedError(f"{entry.name}: a composition must define forward")
         if entry.inputs:
             return self(*args, **kwargs)
-        assert type(self).decomposition is not None
-        return type(self).decomposition(**self._params)
+        decomposition = type(self).decomposition
+        assert decomposition is not None
+        return decomposition(**self._params)
 
     def _call_checked(
         self, extra: tuple[Any, ...], unknown: dict[str, Any], arguments: tuple[Any, ...]

@@ -122,10 +122,13 @@ def in_tree_kernels(cls: Any, device_type: str) -> list[type[Kernel]]:
     kernels = [load_kernel(cls.kernel_package, name) for name in names]
     entry = cls.entry
     if cls.decomposition is not None:
-        plain, inductor = decomposition_kernels(
-            cls.decomposition, entry.kind, entry.has_out, _is_input(entry)
-        )
         wanted = settings().cpu_kernel
+        pays = interface.compiled_from if interface is not None else None
+        if wanted == "inductor" and entry.kind != "template":
+            pays = 0
+        plain, inductor = decomposition_kernels(
+            cls.decomposition, pays, entry.has_out, _is_input(entry)
+        )
         if device_type == "cpu" and not kernels and wanted != "plain" and entry.inputs:
             kernels.append(inductor)
         kernels.append(plain)
@@ -142,7 +145,9 @@ def _capturing(call: CallSpec) -> bool:
     return call.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _builtin(op: Any, call: CallSpec, decision: targets.Decision, state: OpState, inputs: Any) -> Any:
+def _builtin(
+    op: Any, call: CallSpec, decision: targets.Decision, state: OpState, inputs: Any
+) -> Any:
     selection, entry = resolve_entry(op, call)
     refused = selection.refused
     if state.tune and not _capturing(call):
@@ -324,7 +329,9 @@ def _finish(
     return _writing(run, op, branch, targets_of_write)
 
 
-def _restrided(run: Callable[..., Any], gather: list[int], copy_back: list[int]) -> Callable[..., Any]:
+def _restrided(
+    run: Callable[..., Any], gather: list[int], copy_back: list[int]
+) -> Callable[..., Any]:
     def restrided(*args: Any) -> Any:
         values = list(args)
         for n in gather:

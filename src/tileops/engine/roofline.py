@@ -8,7 +8,7 @@ from typing import Any
 from tileops.engine.kernel import CallSpec, TensorSpec
 from tileops.engine.manifest.entry import Entry
 
-__all__ = ["Roofline", "roofline_of"]
+__all__ = ["Roofline", "cost_terms", "roofline_of"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,11 @@ def _nbytes(spec: TensorSpec | None) -> int:
 
 def roofline_of(entry: Entry, call: CallSpec) -> Roofline:
     """The cost of ``call``; bytes default to every input read and every output written once."""
+    return Roofline(*map(int, cost_terms(entry, call).values()))
+
+
+def cost_terms(entry: Entry, call: CallSpec) -> dict[str, Any]:
+    """``flops``, ``read_bytes``, ``write_bytes`` of ``call`` as the entry's expressions give them."""
     import torch
 
     from tileops.engine.manifest.expr import DTYPES
@@ -43,4 +48,4 @@ def roofline_of(entry: Entry, call: CallSpec) -> Roofline:
     cost = entry.cost
     read = cost.read_bytes.evaluate(env, passed) if cost.read_bytes else sum(inputs.values())
     write = cost.write_bytes.evaluate(env, passed) if cost.write_bytes else sum(outputs.values())
-    return Roofline(int(cost.flops.evaluate(env, passed)), int(read), int(write))
+    return {"flops": cost.flops.evaluate(env, passed), "read_bytes": read, "write_bytes": write}

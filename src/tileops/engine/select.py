@@ -70,12 +70,14 @@ def select(call: CallSpec, kernels: list[type[Kernel]]) -> Selection:
             if kernel is not winners[0]
         ]
         special = winners
-    general = [kernel for kernel in taking if kernel.general]
+    behind = [kernel for kernel in taking if kernel.general]
+    general = [kernel for kernel in behind if not kernel.last_resort] or behind
     if special:
-        refused += [(k.name, "a specialised kernel takes this call") for k in general]
+        refused += [(k.name, "a specialised kernel takes this call") for k in behind]
         return Selection(special[0], tuple(refused))
     if len(general) > 1:
         raise AmbiguousKernelError(call.op, str(call), sorted(k.name for k in general))
     if not general:
         raise NoKernelError(call.op, str(call), refused)
+    refused += [(k.name, "the general kernel takes this call") for k in behind if k not in general]
     return Selection(general[0], tuple(refused))

@@ -38,7 +38,8 @@ def fastest(
     timed.sort(key=lambda row: row[:2])
     best, _, kernel, entry = timed[0]
     losers = [
-        (k.name, f"tuned: {t:.1f} µs against {best:.1f} µs ({e.identity})") for t, _, k, e in timed[1:]
+        (k.name, f"tuned: {t:.1f} µs against {best:.1f} µs ({e.identity})")
+        for t, _, k, e in timed[1:]
     ]
     return kernel, entry, losers + failed
 

@@ -34,7 +34,11 @@ class ContiguousLayoutSpec:
             raise CheckError(
                 name, "metadata_kind", repr(self.metadata_kind), "'physical_psum' or 'per_row'"
             )
-        if isinstance(self.alignment, bool) or not isinstance(self.alignment, int) or self.alignment < 1:
+        if (
+            isinstance(self.alignment, bool)
+            or not isinstance(self.alignment, int)
+            or self.alignment < 1
+        ):
             raise CheckError(name, "alignment", repr(self.alignment), "a positive int")
         if (self.packing == "tight") != (self.alignment == 1):
             raise CheckError(
@@ -85,7 +89,11 @@ class RoutingEpilogueSpec:
 
     def __post_init__(self) -> None:
         value = self.routed_scaling_factor
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+        ):
             raise CheckError(
                 type(self).__name__, "routed_scaling_factor", repr(value), "a finite number"
             )

@@ -17,11 +17,12 @@ class FusedAddRMSNormFwdOp(Op):
     """
 
     kernel = KernelInterface(
+        compiled_from=1 << 22,
         cuda=(
-            "fused_add_rms_norm:AddRegisterRow",
-            "fused_add_rms_norm:AddStreamedRow",
-            "fused_add_rms_norm:AddManyShortRows",
-        )
+            "fused_add_rms_norm:RegisterRow",
+            "fused_add_rms_norm:StreamedRow",
+            "fused_add_rms_norm:ManyShortRows",
+        ),
     )
 
     @staticmethod

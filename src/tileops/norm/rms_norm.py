@@ -17,7 +17,8 @@ class RMSNormFwdOp(Op):
     """
 
     kernel = KernelInterface(
-        cuda=("rms_norm:RegisterRow", "rms_norm:StreamedRow", "rms_norm:ManyShortRows")
+        compiled_from=1 << 20,
+        cuda=("rms_norm:RegisterRow", "rms_norm:StreamedRow", "rms_norm:ManyShortRows"),
     )
 
     @staticmethod

@@ -16,7 +16,13 @@ class SoftmaxFwdOp(Op):
     """
 
     kernel = KernelInterface(
-        cuda=("softmax:RegisterRow", "softmax:StreamedRow", "softmax:ColumnTile")
+        cuda=(
+            "softmax:RowSoftmax",
+            "softmax:StreamedSoftmax",
+            "softmax:SplitSoftmax",
+            "softmax:ColumnTileSoftmax",
+            "softmax:ColumnSoftmax",
+        )
     )
 
     @staticmethod

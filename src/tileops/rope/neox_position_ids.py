@@ -17,7 +17,7 @@ class RoPENeoxPositionIdsFwdOp(Op):
     ``vllm._custom_ops.rotary_embedding`` (which writes its input instead).
     """
 
-    kernel = KernelInterface(cuda=("rope_neox_position_ids:RotateNeox",))
+    kernel = KernelInterface(cuda=("rope_neox_position_ids:RopeNeoxPositionIds",))
 
     @staticmethod
     def decomposition(

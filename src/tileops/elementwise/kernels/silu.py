@@ -44,9 +44,15 @@ class Silu(Kernel):
     general = True
 
     @classmethod
+    def refuses(cls, call: CallSpec) -> str | None:
+        if call.spec("input").dtype is torch.float64:
+            return "float64: it computes in float32"
+        return None
+
+    @classmethod
     def build(cls, call: CallSpec, block: int, warps: int) -> TritonBuild:
         """The kernel for ``block`` elements a program."""
-        spec = call.inputs["input"]
+        spec = call.spec("input")
         pointer = pointer_to(spec.dtype)
         in_place = "input" in call.written
         aligned = ("x", "y") if spec.aligned else () if in_place else ("y",)
@@ -60,11 +66,11 @@ class Silu(Kernel):
 
     @classmethod
     def entry_for(cls, call: CallSpec) -> Entry:
-        return cls._entry(call, BLOCK[call.inputs["input"].dtype.itemsize], WARPS)
+        return cls._entry(call, BLOCK[call.spec("input").dtype.itemsize], WARPS)
 
     @classmethod
     def candidates(cls, call: CallSpec) -> list[Entry]:
-        block = BLOCK[call.inputs["input"].dtype.itemsize]
+        block = BLOCK[call.spec("input").dtype.itemsize]
         sizes = [(block, 4), (block // 2, 4), (block * 2, 4), (block * 2, 8), (block // 4, 4)]
         return [cls._entry(call, *size) for size in sizes]
 
@@ -79,7 +85,7 @@ class Silu(Kernel):
 
 
 def _bind(launcher: Launcher, call: CallSpec, block: int) -> Run:
-    spec, launch = call.inputs["input"], launcher.on(call.device.index)
+    spec, launch = call.spec("input"), launcher.on(call.device.index)
     count, shape, dtype, device = spec.numel, spec.shape, spec.dtype, spec.device
     programs = triton.cdiv(count, block)
 

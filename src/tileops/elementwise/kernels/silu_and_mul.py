@@ -53,9 +53,15 @@ class SiluAndMul(Kernel):
     general = True
 
     @classmethod
+    def refuses(cls, call: CallSpec) -> str | None:
+        if call.spec("input").dtype is torch.float64:
+            return "float64: it computes in float32"
+        return None
+
+    @classmethod
     def build(cls, call: CallSpec, tile: int, warps: int) -> TritonBuild:
         """The kernel for ``tile`` outputs a program."""
-        spec, columns = call.inputs["input"], call.inputs["input"].shape[1] // 2
+        spec, columns = call.spec("input"), call.spec("input").shape[-1] // 2
         pointer = pointer_to(spec.dtype)
         width = min(triton.next_power_of_2(max(columns, 1)), tile)
         return TritonBuild(
@@ -78,11 +84,11 @@ class SiluAndMul(Kernel):
 
     @classmethod
     def entry_for(cls, call: CallSpec) -> Entry:
-        return cls._entry(call, TILE[call.inputs["input"].dtype.itemsize], WARPS)
+        return cls._entry(call, TILE[call.spec("input").dtype.itemsize], WARPS)
 
     @classmethod
     def candidates(cls, call: CallSpec) -> list[Entry]:
-        tile = TILE[call.inputs["input"].dtype.itemsize]
+        tile = TILE[call.spec("input").dtype.itemsize]
         sizes = [(tile, 4), (tile // 2, 4), (tile * 2, 4), (tile * 2, 8), (tile * 4, 8)]
         return [cls._entry(call, *size) for size in sizes]
 
@@ -98,9 +104,9 @@ class SiluAndMul(Kernel):
 
 
 def _bind(launcher: Launcher, call: CallSpec, grain: int, height: int, width: int) -> Run:
-    spec, launch = call.inputs["input"], launcher.on(call.device.index)
-    rows, columns = spec.shape[0], spec.shape[1] // 2
-    shape, dtype, device = (rows, columns), spec.dtype, spec.device
+    spec, launch = call.spec("input"), launcher.on(call.device.index)
+    rows, columns = math.prod(spec.shape[:-1]), spec.shape[-1] // 2
+    shape, dtype, device = (*spec.shape[:-1], columns), spec.dtype, spec.device
     groups, column_tiles = columns // grain, triton.cdiv(columns, width)
     programs = triton.cdiv(rows, height) * column_tiles
 

@@ -23,7 +23,7 @@ from tileops.engine.manifest.entry import Branch, Entry
 from tileops.engine.manifest.expr import FUNCTIONS
 from tileops.engine.signature.generate import compile_source
 
-__all__ = ["MISSING_ARGUMENT", "Boundary", "make_boundary", "make_calls"]
+__all__ = ["MISSING_ARGUMENT", "Boundary", "Operator", "call_signature", "make_calls"]
 
 
 class _MissingArgument:
@@ -68,7 +68,9 @@ def schema_of(entry: Entry, branch: Branch) -> str:
         arguments.append(f"Tensor({next(letters)}!) out")
     arguments.append("str instance_key")
     count = len(_returned(entry, branch))
-    result = "()" if count == 0 else "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
+    result = (
+        "()" if count == 0 else "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
+    )
     return f"({', '.join(arguments)}) -> {result}"
 
 
@@ -187,7 +189,9 @@ def calls_source(entry: Entry, branches: tuple[Branch, ...]) -> str:
             f"        if _direct() and not (_grad_enabled() and ({grads})):",
             f"            return _run(self._state, {passed})",
         ]
-    lines.append(f"    return self._call_checked(_extra, _unknown, ({passed}{',' if passed else ''}))")
+    lines.append(
+        f"    return self._call_checked(_extra, _unknown, ({passed}{',' if passed else ''}))"
+    )
     if not entry.has_boundary:
         return "\n".join(lines) + "\n"
     lines += [
@@ -263,7 +267,9 @@ def _operator_source(entry: Entry, branch: Branch, index: int, names: list[str])
         f"    if _grad_enabled() and ({each('{}.requires_grad', ' or ')}):",
     ]
     if written:
-        lines.append(f"        _refuse_written_grad(_cls, {_mapping(written)}, {_mapping(tensors)})")
+        lines.append(
+            f"        _refuse_written_grad(_cls, {_mapping(written)}, {_mapping(tensors)})"
+        )
     if returned:
         lines.append(f"        return _Refuse_{index}.apply(keyset, {arguments})")
     lines += [
@@ -284,9 +290,7 @@ def _mapping(names: list[str]) -> str:
 
 
 def _fake_result(returned: list[int]) -> str:
-    empties = [
-        f"_empty(outputs[{i}][0], dtype=outputs[{i}][1], device=device)" for i in returned
-    ]
+    empties = [f"_empty(outputs[{i}][0], dtype=outputs[{i}][1], device=device)" for i in returned]
     if not empties:
         return "None"
     return empties[0] if len(empties) == 1 else f"({', '.join(empties)})"
@@ -316,7 +320,10 @@ def _refuse_written_grad(cls: Any, written: dict[str, Any], given: dict[str, Any
     for name, tensor in written.items():
         if tensor.requires_grad:
             raise CheckError(
-                cls.__name__, name, "a tensor that requires grad", "one that does not: it is written"
+                cls.__name__,
+                name,
+                "a tensor that requires grad",
+                "one that does not: it is written",
             )
     if not cls.entry.outputs or set(written) & {"out"}:
         for name, tensor in given.items():
@@ -334,14 +341,14 @@ def _refuse_tangents(cls: Any, tensors: tuple[Any, ...]) -> None:
             )
 
 
-def _refusing_function(cls: Any, overload_of: Callable[[], Any], name: str) -> type:
+def _refusing_function(cls: Any, overload: Any, name: str) -> type:
     """An ``autograd.Function`` that computes the op and refuses at backward, not before."""
 
     class Refuse(torch.autograd.Function):
         @staticmethod
         def forward(keyset: Any, *args: Any) -> Any:
             with torch._C._AutoDispatchBelowAutograd():
-                return overload_of().redispatch(keyset & torch._C._after_autograd_keyset, *args)
+                return overload.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -423,7 +430,7 @@ def _define(
         torch.library.register_fake(f"tileops::{name}", namespace[f"_fake_{index}"], lib=library)
         library.impl(name, namespace[f"_autograd_{index}"], "Autograd", with_keyset=True)
         namespace[f"_op_{index}"] = overload
-        namespace[f"_Refuse_{index}"] = _refusing_function(cls, lambda o=overload: o, name)
+        namespace[f"_Refuse_{index}"] = _refusing_function(cls, overload, name)
         operators.append(Operator(f"tileops::{name}", schema, branch, overload))
     return Boundary(tuple(operators), library)
 
@@ -433,7 +440,9 @@ def call_signature(entry: Entry) -> inspect.Signature:
     parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
     for item in (*entry.positional_inputs, *(i for i in entry.inputs if i.kw_only)):
         kind = (
-            inspect.Parameter.KEYWORD_ONLY if item.kw_only else inspect.Parameter.POSITIONAL_OR_KEYWORD
+            inspect.Parameter.KEYWORD_ONLY
+            if item.kw_only
+            else inspect.Parameter.POSITIONAL_OR_KEYWORD
         )
         default = None if item.optional else inspect.Parameter.empty
         parameters.append(inspect.Parameter(item.name, kind, default=default))

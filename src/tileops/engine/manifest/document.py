@@ -38,6 +38,19 @@ class Located:
         """A field of a mapping, None where absent."""
         return self.value.get(key) if isinstance(self.value, dict) else None
 
+    def find(self, *path: str | int) -> Located:
+        """The innermost value along ``path`` that is written: it has the line of the fault."""
+        found = self
+        for key in path:
+            within = found.value
+            if isinstance(within, dict) and key in within:
+                found = within[key]
+            elif isinstance(within, list) and isinstance(key, int) and key < len(within):
+                found = within[key]
+            else:
+                break
+        return found
+
 
 @lru_cache(maxsize=1)
 def schema() -> dict[str, Any]:
@@ -53,17 +66,24 @@ def load_document(path: Path) -> Located:
 
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise ManifestError(f"{path}:1", "", f"cannot be read: {error}") from None
+    except UnicodeDecodeError as error:
+        line = 1 + error.object[: error.start].count(b"\n")
+        raise ManifestError(f"{path}:{line}", "", f"cannot be read: {error}") from None
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         for token in yaml.scan(text, Loader=loader):
             if isinstance(token, yaml.AliasToken | yaml.AnchorToken | yaml.TagToken):
                 kind = type(token).__name__.removesuffix("Token").lower()
-                hint = "; quote a splice: \"[*B, N]\"" if kind == "alias" else ""
+                hint = '; quote a splice: "[*B, N]"' if kind == "alias" else ""
                 where = f"{path}:{token.start_mark.line + 1}"
                 # A tag's value is (handle, suffix).
-                name = token.value if isinstance(token.value, str) else "".join(filter(None, token.value))
+                name = (
+                    token.value
+                    if isinstance(token.value, str)
+                    else "".join(filter(None, token.value))
+                )
                 raise ManifestError(where, "", f"YAML {kind} '{name}' is not allowed{hint}")
         root = yaml.compose(text, Loader=loader)
     except yaml.YAMLError as error:
@@ -131,7 +151,7 @@ def _scalar(node: Any) -> Any:
         return text == "true"
     if text in ("null", "~", ""):
         return None
-    if _INT.fullmatch(text):
+    if _INT.fullmatch(text) and len(text) < 100:  # Python refuses to read very long numbers
         return int(text)
     if _FLOAT.fullmatch(text):
         return float(text)
@@ -168,7 +188,9 @@ def _conform(node: Located, rule: dict[str, Any], path: Path, trail: tuple[str, 
         kinds = [choice["type"] for choice in rule["anyOf"]]
         if not any(_is_type(node.value, kind) for kind in kinds):
             given = "a mapping" if isinstance(node.value, dict) else repr(node.plain())
-            raise ManifestError(where, entry, f"{label}: given {given}; accepted: {' or '.join(kinds)}")
+            raise ManifestError(
+                where, entry, f"{label}: given {given}; accepted: {' or '.join(kinds)}"
+            )
         problems = []
         for choice in rule["anyOf"]:
             try:
@@ -181,13 +203,17 @@ def _conform(node: Located, rule: dict[str, Any], path: Path, trail: tuple[str, 
         names = rule["type"] if isinstance(rule["type"], list) else [rule["type"]]
         if not any(_is_type(node.value, name) for name in names):
             given = "a mapping" if isinstance(node.value, dict) else repr(node.plain())
-            raise ManifestError(where, entry, f"{label}: given {given}; accepted: {' or '.join(names)}")
+            raise ManifestError(
+                where, entry, f"{label}: given {given}; accepted: {' or '.join(names)}"
+            )
     if "enum" in rule and node.value not in rule["enum"]:
         accepted = ", ".join(map(str, rule["enum"]))
         raise ManifestError(where, entry, f"{label}: given {node.plain()!r}; accepted: {accepted}")
     if "pattern" in rule and not re.search(rule["pattern"], str(node.value)):
         raise ManifestError(
-            where, entry, f"{label}: given {node.value!r}; accepted: text matching {rule['pattern']}"
+            where,
+            entry,
+            f"{label}: given {node.value!r}; accepted: text matching {rule['pattern']}",
         )
     if isinstance(node.value, dict):
         _conform_mapping(node, rule, path, trail)
@@ -199,7 +225,9 @@ def _conform(node: Located, rule: dict[str, Any], path: Path, trail: tuple[str, 
                 _conform(child, rule["items"], path, trail)
 
 
-def _conform_mapping(node: Located, rule: dict[str, Any], path: Path, trail: tuple[str, ...]) -> None:
+def _conform_mapping(
+    node: Located, rule: dict[str, Any], path: Path, trail: tuple[str, ...]
+) -> None:
     where, entry = f"{path}:{node.line}", _entry_of(trail)
     label = ".".join(trail[1:]) or ("the entry" if trail else "the file")
     known: dict[str, Any] = rule.get("properties", {})

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from tileops.engine.errors import ManifestError
 from tileops.engine.manifest.document import Located
 from tileops.engine.manifest.expr import DTYPES, Expr, ExpressionError, parse
+from tileops.engine.manifest.names import check_names
 
 __all__ = [
     "MISSING", "Branch", "Content", "Cost", "Entry", "Input", "Output", "Param", "ParamType",
@@ -160,6 +161,13 @@ class Entry:
     workloads: tuple[Workload, ...]
     cost: Cost
     branches: tuple[Branch, ...] = field(default=(), compare=False)
+    node: Located | None = field(default=None, compare=False, repr=False)
+    """The entry as written, for the lines of its fields."""
+
+    def line_of(self, *path: str | int) -> int:
+        """The line of a field, such as ``("workloads", 0, "dims", "B")``; of the innermost field
+        around it that is written."""
+        return self.line if self.node is None else self.node.find(*path).line
 
     @property
     def where(self) -> str:
@@ -378,75 +386,11 @@ def parse_entry(name: str, node: Located, path: Path, family: str) -> Entry:
             read.expr(cost.get("read_bytes")),
             read.expr(cost.get("write_bytes")),
         ),
+        node=node,
     )
-    _check_names(read, node, entry)
+    check_names(read.fail, node, entry)
     object.__setattr__(entry, "branches", _branches(entry))
     return entry
-
-
-def _check_names(read: _Reader, node: Located, entry: Entry) -> None:
-    """Every name an expression uses must be declared by then: shapes bind dims left to right."""
-    signature = node.value["signature"]
-
-    def located(section: str, name: str) -> Located:
-        found = signature.get(section)
-        return found.value[name] if found else node
-
-    inputs = {item.name for item in entry.inputs}
-    dims = {
-        name for item in entry.inputs for name in item.shape.names
-    } | set(entry.dims)  # fmt: skip
-    settled = set(entry.shape_params) | set(entry.dtypes) | set(DTYPES)
-    seen: set[str] = set()
-    for section, names in (
-        ("params", [p.name for p in entry.params]),
-        ("inputs", [i.name for i in entry.inputs]),
-        ("outputs", [o.name for o in entry.outputs]),
-    ):
-        for name in names:
-            if section != "outputs" and name in seen | set(entry.dtypes):
-                read.fail(located(section, name), f"{section}.{name}: the name is used twice")
-            if name in ("self", "out", "target", "instance_key"):
-                read.fail(located(section, name), f"{section}.{name}: the name is reserved")
-            seen.add(name)
-    for item in entry.inputs:
-        for what, expr, known in (
-            ("dtype", item.dtype, settled),
-            # Presence and writes are decided before any tensor is looked at.
-            ("optional", item.passed_when, settled - set(entry.dtypes)),
-            ("mutated", item.mutated, settled - set(entry.dtypes)),
-        ):
-            _resolve(read, located("inputs", item.name), f"inputs.{item.name}.{what}", expr, known, inputs)
-    for output in entry.outputs:
-        at, label = located("outputs", output.name), f"outputs.{output.name}"
-        _resolve(read, at, f"{label}.shape", output.shape, settled | dims, inputs)
-        _resolve(read, at, f"{label}.dtype", output.dtype, settled, inputs)
-        _resolve(read, at, f"{label}.nullable", output.nullable, settled - set(entry.dtypes), inputs)
-        if output.is_input is not None and output.is_input not in inputs:
-            read.fail(at, f"{label}.is_input: unknown input '{output.is_input}'")
-    if sum(output.buffer for output in entry.outputs) and len(entry.outputs) != 1:
-        read.fail(signature, "outputs: 'buffer: out' is for an op with one output")
-    rules = signature.get("rules")
-    for rule, at in zip(entry.rules, rules.value if rules else (), strict=True):
-        _resolve(read, at, "rules.require", rule.require, settled | dims, inputs)
-        if rule.argument is not None and rule.argument not in inputs | entry.shape_params:
-            read.fail(at, f"rules.argument: '{rule.argument}' is no input or parameter")
-    for expr in (entry.cost.flops, entry.cost.read_bytes, entry.cost.write_bytes):
-        known = settled | dims | {f"nbytes_{n}" for n in inputs | {o.name for o in entry.outputs}}
-        _resolve(read, node.value["cost"], "cost", expr, known, inputs)
-
-
-def _resolve(
-    read: _Reader, at: Located, label: str, expr: Expr | None, known: set[str], inputs: set[str]
-) -> None:
-    if expr is None:
-        return
-    unknown = sorted(expr.names - known)
-    if unknown:
-        read.fail(at, f"{label}: unknown name '{unknown[0]}' in {expr.text!r}")
-    absent = sorted(expr.presence - inputs)
-    if absent:
-        read.fail(at, f"{label}: passed({absent[0]}) names no input")
 
 
 def _branches(entry: Entry) -> tuple[Branch, ...]:

@@ -213,7 +213,9 @@ class Expr:
     def source(self, rename: Callable[[str], str], passed: Callable[[str], str]) -> str:
         """Python source with every free name replaced; calls become ``_f_<function>(...)``."""
         _ = self.tree  # validates
-        return ast.unparse(_Renamer(rename, passed).visit(ast.parse(self.text.strip(), mode="eval")))
+        return ast.unparse(
+            _Renamer(rename, passed).visit(ast.parse(self.text.strip(), mode="eval"))
+        )
 
     def atoms(self) -> list[Expr]:
         """The maximal subexpressions that are no and/or/not."""

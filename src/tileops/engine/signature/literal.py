@@ -17,7 +17,15 @@ import torch
 
 from tileops.engine.manifest.expr import DTYPES
 
-__all__ = ["NoLiteral", "dtype_name", "literal_type", "literal_types", "read", "unique_token", "write"]
+__all__ = [
+    "NoLiteral",
+    "dtype_name",
+    "literal_type",
+    "literal_types",
+    "read",
+    "unique_token",
+    "write",
+]
 
 T = TypeVar("T")
 

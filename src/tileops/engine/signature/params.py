@@ -104,16 +104,21 @@ def _convert(word: str, arguments: tuple[str, ...], value: Any) -> Any:
         case "float":
             if isinstance(value, bool | torch.Tensor | str) or not hasattr(value, "__float__"):
                 return _REJECTED
-            return float(value)
+            try:
+                return float(value)
+            except (TypeError, ValueError, OverflowError):  # an array, an int beyond all floats
+                return _REJECTED
         case "number":
             if isinstance(value, bool):
                 return value
             whole = _integer(value)
             return whole if whole is not _REJECTED else _convert("float", (), value)
         case "str":
-            return value if isinstance(value, str) else _REJECTED
+            # str.__str__: the plain text of a member of a string enumeration, so that keys agree.
+            return str.__str__(value) if isinstance(value, str) else _REJECTED
         case "enum":
-            return value if isinstance(value, str) and value in arguments else _REJECTED
+            known = isinstance(value, str) and value in arguments
+            return str.__str__(value) if known else _REJECTED
         case "dtype":
             if isinstance(value, str) and value in DTYPES:
                 value = getattr(torch, value)

@@ -69,7 +69,7 @@ TILES = {
     64: (
         Tile(64, 64, 128, 4, 4),
         Tile(64, 32, 128, 4, 5),
-        Tile(64, 128, 128, 4, 3),
+        Tile(64, 128, 128, 8, 3),
         Tile(64, 128, 64, 4, 4),
         Tile(64, 64, 64, 4, 3),
     ),
@@ -123,46 +123,49 @@ def _gemm(
     in_group = GROUP * tl.cdiv(N, COLUMNS)
     first = program // in_group * GROUP
     height = tl.minimum(tile_rows - first, GROUP)
-    row = (first + program % in_group % height) * ROWS + tl.arange(0, ROWS)
-    column = program % in_group // height * COLUMNS + tl.arange(0, COLUMNS)
-    row_inside, column_inside = (row < M)[:, None], (column < N)[None, :]
-
+    first_row = (first + program % in_group % height).to(tl.int64) * ROWS
+    first_column = (program % in_group // height).to(tl.int64) * COLUMNS
     part = tl.program_id(1)
-    steps = tl.cdiv(K, DEPTH)
     begin = part * steps_each
-    end = tl.minimum(begin + steps_each, steps)
-    depth = tl.arange(0, DEPTH)
-    wide_row, wide_column = row.to(tl.int64)[:, None], column.to(tl.int64)[None, :]
-    along_a, along_b = depth[None, :], depth[:, None]
+    end = tl.minimum(begin + steps_each, tl.cdiv(K, DEPTH))
+
+    # Where a tile begins is a 64-bit scalar; 32 bits address its inside.
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
+    along_a, along_b = tl.arange(0, DEPTH)[None, :], tl.arange(0, DEPTH)[:, None]
     start = begin.to(tl.int64) * DEPTH
     if TRANS_A:
-        a += (start + along_a) * M + wide_row
-        stride_a = M.to(tl.int64) * DEPTH
+        a += start * M + first_row
+        in_a = along_a * M + row
+        step_a = M.to(tl.int64) * DEPTH
     else:
-        a += start + along_a + wide_row * K
-        stride_a = DEPTH
+        a += first_row * K + start
+        in_a = row * K + along_a
+        step_a = DEPTH
     if TRANS_B:
-        b += start + along_b + wide_column * K
-        stride_b = DEPTH
+        b += first_column * K + start
+        in_b = column * K + along_b
+        step_b = DEPTH
     else:
-        b += (start + along_b) * N + wide_column
-        stride_b = N.to(tl.int64) * DEPTH
+        b += start * N + first_column
+        in_b = along_b * N + column
+        step_b = N.to(tl.int64) * DEPTH
+    row_inside, column_inside = row < M - first_row, column < N - first_column
 
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for step in range(begin, end):
         if EVEN_K:
-            left = tl.load(a, mask=row_inside, other=0.0)
-            right = tl.load(b, mask=column_inside, other=0.0)
+            left = tl.load(a + in_a, mask=row_inside, other=0.0)
+            right = tl.load(b + in_b, mask=column_inside, other=0.0)
         else:
             rest = K - step * DEPTH
-            left = tl.load(a, mask=row_inside & (along_a < rest), other=0.0)
-            right = tl.load(b, mask=column_inside & (along_b < rest), other=0.0)
+            left = tl.load(a + in_a, mask=row_inside & (along_a < rest), other=0.0)
+            right = tl.load(b + in_b, mask=column_inside & (along_b < rest), other=0.0)
         total = tl.dot(left, right, total, input_precision=PRECISION)
-        a += stride_a
-        b += stride_b
+        a += step_a
+        b += step_b
     # Parts lie behind each other; a single part is the result itself.
-    d += part.to(tl.int64) * M * N + wide_row * N + wide_column
-    tl.store(d, total.to(d.dtype.element_ty), mask=row_inside & column_inside)
+    d += (part.to(tl.int64) * M + first_row) * N + first_column
+    tl.store(d + (row * N + column), total.to(d.dtype.element_ty), mask=row_inside & column_inside)
 
 
 @triton.jit
@@ -177,11 +180,13 @@ def _add_parts(parts, d, count, number, BLOCK: tl.constexpr):
 
 
 ADD_BLOCK = 1024
+LONGEST = (1 << 31) // 256 - 1
+"""Elements of an axis, so that 32 bits address the inside of a tile."""
 
 
 def _sizes(call: CallSpec) -> tuple[int, int, int]:
     """``M``, ``N`` and ``K``."""
-    a, b = call.inputs["a"].shape, call.inputs["b"].shape
+    a, b = call.spec("a").shape, call.spec("b").shape
     rows, depth = (a[1], a[0]) if call.params.trans_a else a
     return rows, b[0] if call.params.trans_b else b[1], depth
 
@@ -193,7 +198,7 @@ def _bucket(table: dict[int, Any], rows: int) -> Any:
 def _cost(call: CallSpec, library: str) -> float:
     """Microseconds: the roofline of the call at the share of it that ``library`` reaches."""
     rows, columns, depth = _sizes(call)
-    itemsize = call.inputs["a"].dtype.itemsize
+    itemsize = call.spec("a").dtype.itemsize
     known = max((arch for arch in ROOFLINE if arch <= call.device.arch), default=min(ROOFLINE))
     bandwidth, flops = ROOFLINE[known]
     moved = (rows * depth + columns * depth + rows * columns) * itemsize / bandwidth * 1e-6
@@ -233,15 +238,30 @@ class TritonGEMM(Kernel):
     name = "triton_gemm"
 
     @classmethod
+    def refuses(cls, call: CallSpec) -> str | None:
+        if call.spec("a").dtype is torch.float64:
+            return "float64: it adds up in float32"
+        if max(_sizes(call)) > LONGEST:
+            return f"an axis of {max(_sizes(call))} elements (at most {LONGEST})"
+        return None
+
+    @classmethod
     def cost(cls, call: CallSpec) -> float:
         return _cost(call, "triton")
 
     @classmethod
     def tiles(cls, call: CallSpec) -> list[Tile]:
         """The tiles worth timing that fit the device's shared memory, the default first."""
-        dtype, room = call.inputs["a"].dtype, call.device.shared_memory or 99 << 10
+        dtype, room = call.spec("a").dtype, call.device.shared_memory or 99 << 10
         some = IEEE_TILES if dtype.itemsize == 4 else _bucket(TILES, _sizes(call)[0])
-        fitting = [tile for tile in some if tile.shared(dtype.itemsize) <= room]
+        # Before Hopper what is multiplied passes through registers too.
+        held = 64 if call.device.arch < (9, 0) else 128
+        fitting = [
+            tile
+            for tile in some
+            if tile.shared(dtype.itemsize) <= room
+            and tile.rows * tile.columns <= held * 32 * tile.warps
+        ]
         return fitting or [Tile(16, 64, 32, 4, 2)]
 
     @classmethod
@@ -273,7 +293,7 @@ class TritonGEMM(Kernel):
         product = _product(call, tile, parts > 1)
         builds = [product]
         if parts > 1:
-            dtype = call.inputs["a"].dtype
+            dtype = call.spec("a").dtype
             signature = (("parts", "*fp32"), ("d", pointer_to(dtype)))
             builds.append(
                 TritonBuild(
@@ -292,7 +312,7 @@ class TritonGEMM(Kernel):
 
 
 def _product(call: CallSpec, tile: Tile, partial: bool) -> TritonBuild:
-    a, b = call.inputs["a"], call.inputs["b"]
+    a, b = call.spec("a"), call.spec("b")
     rows, columns, depth = _sizes(call)
     # M counts only where it is a stride.
     divisible = {"M": call.params.trans_a and rows, "N": columns, "K": depth}
@@ -322,6 +342,7 @@ def _product(call: CallSpec, tile: Tile, partial: bool) -> TritonBuild:
         num_warps=tile.warps,
         num_stages=tile.stages,
         aligned=tuple(aligned),
+        options=(("maxnreg", 255),),  # few programs fit beside each other: spend their registers
     )
 
 
@@ -331,7 +352,7 @@ def _load(*builds: TritonBuild) -> tuple[Launcher, ...]:
 
 def _bind(launchers: tuple[Launcher, ...], call: CallSpec, tile: Tile, parts: int) -> Run:
     rows, columns, depth = _sizes(call)
-    dtype, device = call.inputs["a"].dtype, call.inputs["a"].device
+    dtype, device = call.spec("a").dtype, call.spec("a").device
     multiply, *add = (launcher.on(call.device.index) for launcher in launchers)
     programs = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
     each = triton.cdiv(triton.cdiv(depth, tile.depth), parts)

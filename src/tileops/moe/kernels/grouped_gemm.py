@@ -46,7 +46,9 @@ def _bind(activate: Any, call: CallSpec) -> Run:
         if layout.masked:
             for expert, count in enumerate(metadata.tolist()):
                 if count:
-                    part = product(a[expert, :count], b[expert], None if bias is None else bias[expert])
+                    part = product(
+                        a[expert, :count], b[expert], None if bias is None else bias[expert]
+                    )
                     result[expert, :count] = part
         else:
             for expert, rows in enumerate(_rows_of(metadata, layout, experts)):

@@ -191,17 +191,20 @@ class Tile:
         return _run_rows(rows, launcher.on(call.device.index), programs, rows.count)
 
 
-def tile_for(length: int, itemsize: int) -> Tile:
-    """The default: a thread holds about 32 bytes, so it has two 16-byte loads in flight and a
-    multiprocessor some 48 KiB.
+def tile_for(length: int, itemsize: int, vector: int) -> Tile:
+    """The default for rows of ``length``: a thread holds about 32 bytes, so it has two 16-byte
+    loads in flight and a multiprocessor some 48 KiB; but 16 elements at most where each needs its
+    own address and mask.
 
     Never by the number of rows, except for ``per_multiprocessor``: a row's sum would follow it.
     """
+    block = triton.next_power_of_2(max(length, 1))
     if length <= SHORT:
-        row = triton.next_power_of_2(max(length, 1)) * itemsize
-        return Tile(rows=max(1, 4096 // row), warps=4)
-    threads_of_a_warp = length * itemsize // 1024
-    return Tile(rows=1, warps=min(32, max(4, 1 << threads_of_a_warp.bit_length() - 1)))
+        return Tile(rows=max(1, 4096 // (block * itemsize)), warps=4)
+    warps = max(4, 1 << (length * itemsize // 1024).bit_length() - 1)
+    if vector == 1:
+        warps = max(warps, block // 512)
+    return Tile(rows=1, warps=min(32, warps))
 
 
 class _Held(Kernel):
@@ -209,8 +212,7 @@ class _Held(Kernel):
 
     @classmethod
     def entry_for(cls, call: CallSpec) -> Entry:
-        rows = Rows.of(call)
-        return tile_for(rows.length, rows.x.dtype.itemsize).entry(call)
+        return cls._default(call).entry(call)
 
     @classmethod
     def candidates(cls, call: CallSpec) -> list[Entry]:
@@ -219,9 +221,13 @@ class _Held(Kernel):
     @classmethod
     def tiles(cls, call: CallSpec) -> list[Tile]:
         """Configurations worth timing, the default first."""
-        rows = Rows.of(call)
-        default = tile_for(rows.length, rows.x.dtype.itemsize)
+        default = cls._default(call)
         return [default, *(tile for tile in cls._tiles(default, call) if tile != default)]
+
+    @classmethod
+    def _default(cls, call: CallSpec) -> Tile:
+        rows = Rows.of(call)
+        return tile_for(rows.length, rows.x.dtype.itemsize, rows.vector)
 
     @classmethod
     def _tiles(cls, default: Tile, call: CallSpec) -> list[Tile]:

@@ -127,9 +127,7 @@ def _sum_chunk(x, residual, total, here, begin, cols, N: tl.constexpr, CHUNK: tl
 
 
 @triton.jit
-def _normalize_chunk(
-    source, weight, y, scale, begin, cols, N: tl.constexpr, CHUNK: tl.constexpr
-):
+def _normalize_chunk(source, weight, y, scale, begin, cols, N: tl.constexpr, CHUNK: tl.constexpr):
     """The chunk that begins at column ``begin``; pointers are those of its row."""
     MASKED: tl.constexpr = N % CHUNK != 0
     inside = begin + cols < N

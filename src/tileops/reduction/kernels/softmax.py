@@ -220,13 +220,19 @@ def _softmax_columns(
 
 def _axes(call: CallSpec) -> tuple[int, int, int]:
     """``outer``, ``n`` and ``inner`` of the call."""
-    shape, dim = call.inputs["x"].shape, call.params.dim
+    shape, dim = call.spec("x").shape, call.params.dim
     if not shape:
         return 1, 1, 1
     if dim is None:
         dim = 0 if len(shape) in (1, 3) else 1  # torch.nn.functional.softmax's implicit axis
     dim %= len(shape)
     return math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :])
+
+
+def _wide(call: CallSpec) -> str | None:
+    if torch.float64 in (call.spec("x").dtype, call.spec("output").dtype):
+        return "float64: it computes in float32"
+    return None
 
 
 def _chunks(n: int) -> int:
@@ -251,7 +257,7 @@ def _build(
     options: tuple[tuple[str, Any], ...] = (),
 ) -> TritonBuild:
     """A build with the pointers that all these kernels share."""
-    x, y = call.inputs["x"], call.outputs["output"]
+    x, y = call.spec("x"), call.spec("output")
     signature = [("x", pointer_to(x.dtype)), ("y", pointer_to(y.dtype))]
     if workspace:
         signature += [("peaks", "*fp32"), ("sums", "*fp32")]
@@ -263,7 +269,7 @@ def _build(
 
 def _single(launcher: Launcher, call: CallSpec, programs: int, *scalars: int) -> Run:
     """The run of a kernel that takes ``x``, ``y`` and scalars."""
-    launch, spec = launcher.on(call.device.index), call.outputs["output"]
+    launch, spec = launcher.on(call.device.index), call.spec("output")
     shape, dtype, device = spec.shape, spec.dtype, spec.device
 
     def run(x: torch.Tensor) -> torch.Tensor:
@@ -287,7 +293,7 @@ class RowSoftmax(Kernel):
             return f"the axis has stride {inner}, not 1"
         if n > REGISTER_LIMIT:
             return f"rows of {n} elements do not fit in registers (at most {REGISTER_LIMIT})"
-        return None
+        return _wide(call)
 
     @classmethod
     def entry_for(cls, call: CallSpec) -> Entry:
@@ -399,7 +405,7 @@ def _load(*builds: TritonBuild) -> tuple[Launcher, ...]:
 
 def _bind_split(launchers: tuple[Launcher, Launcher], call: CallSpec, grain: int) -> Run:
     summarise, write = (launcher.on(call.device.index) for launcher in launchers)
-    spec, (outer, n, _) = call.outputs["output"], _axes(call)
+    spec, (outer, n, _) = call.spec("output"), _axes(call)
     shape, dtype, device = spec.shape, spec.dtype, spec.device
     groups, chunks = n // grain, _chunks(n)
     programs = outer * chunks
@@ -423,7 +429,7 @@ def _refuses_chunks(call: CallSpec) -> str | None:
         return f"rows of {n} elements fit in registers (at most {REGISTER_LIMIT})"
     if n > CHUNK * MOST_CHUNKS:
         return f"rows of {n} elements are too long (at most {CHUNK * MOST_CHUNKS})"
-    return None
+    return _wide(call)
 
 
 class ColumnTileSoftmax(Kernel):
@@ -438,7 +444,7 @@ class ColumnTileSoftmax(Kernel):
             return "the axis has stride 1"
         if n > COLUMN_TILE // LEAST_COLUMNS:
             return f"columns of {n} elements do not fit (at most {COLUMN_TILE // LEAST_COLUMNS})"
-        return None
+        return _wide(call)
 
     @classmethod
     def entry_for(cls, call: CallSpec) -> Entry:
@@ -454,6 +460,10 @@ class ColumnSoftmax(Kernel):
 
     name = "triton_column"
     general = True
+
+    @classmethod
+    def refuses(cls, call: CallSpec) -> str | None:
+        return _wide(call)
 
     @classmethod
     def entry_for(cls, call: CallSpec) -> Entry:

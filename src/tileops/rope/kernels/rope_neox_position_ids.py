@@ -105,6 +105,12 @@ class RopeNeoxPositionIds(Kernel):
     general = True
 
     @classmethod
+    def refuses(cls, call: CallSpec) -> str | None:
+        if call.spec("x").dtype is torch.float64:
+            return "float64: it computes in float32"
+        return None
+
+    @classmethod
     def entry_for(cls, call: CallSpec) -> Entry:
         return cls._entry(call, TILE, WARPS)
 
@@ -114,7 +120,7 @@ class RopeNeoxPositionIds(Kernel):
 
     @classmethod
     def _entry(cls, call: CallSpec, tile: int, warps: int) -> Entry:
-        spec, (_, _, width) = call.inputs["x"], call.inputs["x"].shape
+        spec, (_, _, width) = call.spec("x"), call.spec("x").shape
         rotary = call.params.rotary_dim or width
         half = triton.next_power_of_2(max(rotary // 2, 1))
         height = max(tile // half, 1)
@@ -123,7 +129,7 @@ class RopeNeoxPositionIds(Kernel):
             _rope_neox,
             signature=(
                 ("x", pointer),
-                ("positions", pointer_to(call.inputs["positions"].dtype)),
+                ("positions", pointer_to(call.spec("positions").dtype)),
                 ("turns", "*i64"),
                 ("y", pointer),
                 ("heads", "i32"),
@@ -160,7 +166,7 @@ def _load(
 
 
 def _bind(launcher: Launcher, turns: torch.Tensor, call: CallSpec, height: int) -> Run:
-    spec, launch = call.inputs["x"], launcher.on(call.device.index)
+    spec, launch = call.spec("x"), launcher.on(call.device.index)
     shape, dtype, device = spec.shape, spec.dtype, spec.device
     tokens, heads, width = shape
     wanted = triton.cdiv(PROGRAMS_PER_SM * call.device.multiprocessors, max(tokens, 1))
