@@ -9,7 +9,7 @@ time of each in one run, interleaved, and their ratios; writes JSON with ``--out
 from __future__ import annotations
 
 import argparse
-import datetime
+import datetime as dt
 import json
 import platform
 import statistics
@@ -94,10 +94,10 @@ def main() -> None:
                 print(row, flush=True)
     if arguments.out:
         commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
         ).stdout.strip()
         facts = {
-            "date": datetime.date.today().isoformat(),
+            "date": dt.date.today().isoformat(),
             "commit": commit,
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),

@@ -188,7 +188,8 @@ class Op:
         inputs, out = arguments[:count], arguments[count] if entry.has_out else None
         names = [*(i.name for i in entry.inputs), *(["out"] if entry.has_out else [])]
         for item, value in zip(entry.inputs, inputs, strict=True):
-            if not isinstance(value, torch.Tensor) and not (value is None and item.optional):
+            usable = isinstance(value, torch.Tensor) and value.layout is torch.strided
+            if not usable and not (value is None and item.optional):
                 type(self)._signature(self, *inputs, out)  # raises
         if out is not None and not isinstance(out, torch.Tensor):
             type(self)._signature(self, *inputs, out)
@@ -296,12 +297,13 @@ def _reconstruct(cls: type[Op], params: dict[str, Any]) -> Op:
 def _give_constructor(cls: type[Op]) -> None:
     """The constructor an entry implies, with a signature a reader can use."""
 
-    def __init__(self: Op, *args: Any, **kwargs: Any) -> None:
+    def construct(self: Op, *args: Any, **kwargs: Any) -> None:
         self._construct(args, kwargs)
 
-    __init__.__signature__ = constructor_signature(cls.entry)  # type: ignore[attr-defined]
-    __init__.__qualname__ = f"{cls.__qualname__}.__init__"
-    cls.__init__ = __init__  # type: ignore[method-assign]
+    construct.__name__ = "__init__"
+    construct.__qualname__ = f"{cls.__qualname__}.__init__"
+    construct.__signature__ = constructor_signature(cls.entry)  # type: ignore[attr-defined]
+    cls.__init__ = construct  # type: ignore[method-assign]
 
 
 def constructor_signature(entry: Entry) -> inspect.Signature:

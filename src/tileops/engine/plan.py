@@ -103,7 +103,7 @@ def call_spec(op: Any, inputs: tuple[Any, ...], out: Any) -> tuple[CallSpec, Bra
         params=SimpleNamespace(**op._params),
         dims=dims,
         inputs={i.name: spec(i.name, t) for i, t in zip(entry.inputs, inputs, strict=True)},
-        outputs={o.name: out_spec(n, v) for n, (o, v) in enumerate(zip(entry.outputs, outputs, strict=True))},
+        outputs={o.name: out_spec(n, outputs[n]) for n, o in enumerate(entry.outputs)},
         device=targets.device_facts(device),
         written=written,
         key=op._instance_key,
@@ -375,6 +375,10 @@ def _writing(
 
     def writing(*args: Any) -> Any:
         _refuse_overlap(entry.name, names, args, written)
+        for n in written:
+            if args[n].is_inference() and not torch.is_inference_mode_enabled():
+                raise CheckError(entry.name, names[n], "an inference tensor",
+                                 "a normal one outside inference mode, since it is written")  # fmt: skip
         result = run(*args)
         for n in written:
             if not args[n].is_inference():

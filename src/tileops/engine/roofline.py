@@ -30,7 +30,7 @@ def roofline_of(entry: Entry, call: CallSpec) -> Roofline:
 
 
 def cost_terms(entry: Entry, call: CallSpec) -> dict[str, Any]:
-    """``flops``, ``read_bytes``, ``write_bytes`` of ``call`` as the entry's expressions give them."""
+    """``flops``, ``read_bytes``, ``write_bytes`` of ``call`` just as the expressions give them."""
     import torch
 
     from tileops.engine.manifest.expr import DTYPES

@@ -30,8 +30,8 @@ from tileops.engine.settings import settings
 __all__ = [
     "BUILTIN", "BuildKernel", "Decision", "KernelResult", "ReadDeviceFacts", "Target", "builder_of",
     "context_target", "decide", "default_target", "device_facts", "epoch", "load_failures",
-    "register_detector", "register_device_facts", "register_kernel_builder", "registered_targets",
-    "registration_of", "set_default_target", "use_target",
+    "ops_of", "register_detector", "register_device_facts", "register_kernel_builder",
+    "registered_targets", "registration_of", "set_default_target", "use_target",
 ]  # fmt: skip
 
 BUILTIN = "builtin"
@@ -41,8 +41,8 @@ GROUP = "tileops.backends"
 KernelResult = torch.Tensor | tuple[torch.Tensor | None, ...] | None
 BuildKernel = Callable[..., Callable[..., KernelResult]]
 """``build_kernel(*specs, **params)``: a ``TensorSpec`` per input (None if absent), the op's params;
-returns a callable that takes the inputs (then ``out``, where the op has that buffer) and returns the
-outputs. It may raise ``OpNotAvailableError`` to decline the call."""
+returns a callable that takes the inputs (then ``out``, where the op has that buffer) and returns
+the outputs. It may raise ``OpNotAvailableError`` to decline the call."""
 ReadDeviceFacts = Callable[[torch.device], DeviceFacts]
 
 
@@ -88,7 +88,7 @@ context_target = _context.get
 
 
 def epoch() -> int:
-    """Changes whenever a registration or the process default changes: plans made before are stale."""
+    """Changes with every registration and process default: plans made before are stale."""
     return _epoch
 
 
@@ -159,7 +159,7 @@ def _register(target: Target, owner: str) -> None:
 
 
 def _discover() -> None:
-    """Load the plugins of group ``tileops.backends`` once; a broken one is isolated and reported."""
+    """Load the plugins of ``tileops.backends`` once; a broken one is isolated and reported."""
     global _discovered, _discovering
     if _discovered:
         return
@@ -210,6 +210,11 @@ def load_failures() -> dict[str, str]:
 def builder_of(target: str, op: str) -> BuildKernel | None:
     """The builder by which ``target`` serves ``op``, or None."""
     return _builders.get(target, {}).get(op)
+
+
+def ops_of(target: str) -> tuple[str, ...]:
+    """The names of the op classes that ``target`` serves."""
+    return tuple(sorted(_builders.get(target, {})))
 
 
 def registration_of(target: str, op: str) -> int:
@@ -276,7 +281,7 @@ def decide(op: str, explicit: str | None, device: torch.device) -> Decision:
     if explicit is not None:
         check_target(explicit)
         if explicit != BUILTIN and builder_of(explicit, op) is None:
-            served = ", ".join(sorted(_builders.get(explicit, {}))) or "no op"
+            served = ", ".join(ops_of(explicit)) or "no op"
             raise OpNotAvailableError(op, explicit, f"it serves {served}")
         return Decision(explicit, "op")
     wanted, by = _context.get(), "use_target"

@@ -1,8 +1,8 @@
 """An entry's workloads as calls: an op and its input tensors.
 
 The one maker of inputs from workloads, for the validator, tests and benchmarks. What integers must
-hold beyond their bounds (offsets that ascend, slots that differ) only the class knows: it may define
-``fill_workload(self, inputs)``, which rewrites the made tensors in place, by input name.
+hold beyond their bounds (offsets that ascend, slots that differ) only the class knows: it may
+define ``fill_workload(self, inputs)``, which rewrites the made tensors in place, by input name.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def workload_inputs(
     """
     if scale_to is not None:
         workload = scaled(op_cls, workload, scale_to)
-    op = op_cls(**workload.params, target=target)  # type: ignore[call-arg]
+    op = op_cls(**workload.params, target=target)
     make = _Maker(op, workload, torch.device(device), fake, seed)
     inputs = make.inputs()
     fill = getattr(op, "fill_workload", None)
@@ -180,8 +180,8 @@ class _Maker:
 
 
 def scaled(op_cls: type[Op], workload: Workload, most: int) -> Workload:
-    """``workload`` with its largest sizes halved until no tensor has more than ``most`` elements, as
-    far as the entry's rules allow.
+    """``workload`` with its largest sizes halved until no tensor has more than ``most`` elements,
+    as far as the entry's rules allow.
 
     Only sizes that the workload states change: dims first, then parameters that shapes use. Equal
     sizes that must stay equal are halved together.
@@ -275,4 +275,5 @@ def _halved(workload: Workload, section: str, name: str, index: int, size: int) 
         given[name] = size // 2
     else:
         given[name] = (*given[name][:index], size // 2, *given[name][index + 1 :])
-    return dataclasses.replace(workload, **{section: given})
+    changed: dict[str, Any] = {section: given}
+    return dataclasses.replace(workload, **changed)

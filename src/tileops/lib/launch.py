@@ -182,7 +182,7 @@ def _direct(build: TritonBuild, kernel: Any, device_index: int) -> Launch | None
     """A launch by the C function under Triton's Python launcher, or None where its form is not
     one that was tried, or where the kernel needs scratch memory allocated at each launch.
     """
-    form = _DIRECT_FORMS.get(tuple(int(part) for part in triton.__version__.split(".")[:2]))
+    form = _DIRECT_FORMS.get(".".join(triton.__version__.split(".")[:2]))
     scratch = kernel.metadata.global_scratch_size or kernel.metadata.profile_scratch_size
     described = any(kind.startswith("tensordesc") for _, kind in build.signature)
     if form is None or scratch or described:
@@ -250,7 +250,8 @@ def _direct_3_7(kernel: Any, launcher: Any, device_index: int) -> Launch:
     return launch
 
 
-_DIRECT_FORMS = {(3, 6): _direct_3_6, (3, 7): _direct_3_7}
+_DIRECT_FORMS = {"3.6": _direct_3_6, "3.7": _direct_3_7}
+"""By Triton release; tests/unit/test_launch.py tries the installed one."""
 
 
 def _by_compiled_kernel(build: TritonBuild, kernel: Any) -> Launch:

@@ -36,7 +36,8 @@ class BatchNormFwdOp(Op):
         if training:
             dims = [0, *range(2, input.ndim)]
             var, mean = torch.var_mean(values, dims, correction=0)
-        assert mean is not None and var is not None
+        assert mean is not None
+        assert var is not None
         invstd = torch.rsqrt(var + eps)
         result = (values - mean.view(channel)) * invstd.view(channel)
         if weight is not None:

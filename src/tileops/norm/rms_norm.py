@@ -11,8 +11,8 @@ class RMSNormFwdOp(Op):
     """``y = x / sqrt(mean(x²) + eps) * weight`` over the last ``len(normalized_shape)`` dims.
 
     ``x``: ``[*B, *normalized_shape]``; ``weight``: ``normalized_shape`` or None; the output has the
-    shape and dtype of ``x``. Accumulates in float32 (float64 for float64); ``eps=None`` is float32's
-    machine epsilon (the dtype's own for float64). Formula: Zhang and Sennrich, Root Mean Square Layer Normalization,
+    shape and dtype of ``x``. Accumulates in float32 (float64 for float64); ``eps=None`` is the
+    machine epsilon of that type. Formula: Zhang and Sennrich, Root Mean Square Layer Normalization,
     2019; API: ``torch.nn.functional.rms_norm``.
     """
 

@@ -18,10 +18,16 @@ from torch.autograd import forward_ad
 from tileops.engine.boundary.gate import direct
 from tileops.engine.boundary.instances import resolve
 from tileops.engine.boundary.naming import operator_base_name
-from tileops.engine.errors import BackwardError, CheckError, TransformError
+from tileops.engine.boundary.refusals import (
+    refuse_tangents,
+    refuse_without_storage,
+    refuse_written_grad,
+    refusing_function,
+)
 from tileops.engine.manifest.entry import Branch, Entry
 from tileops.engine.manifest.expr import FUNCTIONS
 from tileops.engine.signature.generate import compile_source
+from tileops.engine.signature.runtime import must_be_tensor, refuse
 
 __all__ = ["MISSING_ARGUMENT", "Boundary", "Operator", "call_signature", "make_calls"]
 
@@ -105,13 +111,39 @@ def _parameters(entry: Entry) -> tuple[str, list[str]]:
     return ", ".join([*parts, "**_unknown"]), [i.name for i in entry.inputs]
 
 
+def _presence(entry: Entry) -> list[str]:
+    """Under Dynamo: what is no tensor is refused in the op's words, not in those of the schema. A
+    composition, whose stages would check less, checks its whole signature."""
+    if entry.composition:
+        given = [
+            i.name if i.optional else f"None if {i.name} is _MISSING else {i.name}"
+            for i in entry.inputs
+        ]
+        return [f"_signature(self, {', '.join(given)}, {'out' if entry.has_out else 'None'})"]
+    lines = []
+    for item in entry.inputs:
+        test = f"not isinstance({item.name}, _Tensor)"
+        if item.optional:
+            test = f"{item.name} is not None and {test}"
+        value = item.name if item.optional else f"None if {item.name} is _MISSING else {item.name}"
+        facts = f"'{entry.name}', '{item.name}', {value}, {item.optional}"
+        lines.append(f"if {test}: _must_be_tensor({facts})")
+    if entry.has_out:
+        lines.append(f"if out is not None and not isinstance(out, _Tensor): "
+                     f"_must_be_tensor('{entry.name}', 'out', out, True)")  # fmt: skip
+    return lines
+
+
 def _facts(entry: Entry, names: list[str]) -> str:
     """The facts of a call that a plan depends on, as one tuple expression."""
     parts = ["_epoch()", "_context()"]
     optional = {i.name for i in entry.inputs if i.optional}
+    mutated = {i.name for i in entry.inputs if i.mutated is not None}
     for name in [*names, *(["out"] if entry.has_out else [])]:
+        # Whether a written tensor overlaps itself depends on all its strides.
+        layout = "stride()" if name in mutated else "is_contiguous()"
         facts = (
-            f"{name}.shape, {name}.dtype, {name}.device, {name}.is_contiguous(), "
+            f"{name}.shape, {name}.dtype, {name}.device, {name}.{layout}, "
             f"{name}.data_ptr() & 15, {name}.is_neg()"
         )
         if name in optional or name == "out":
@@ -181,6 +213,7 @@ def calls_source(entry: Entry, branches: tuple[Branch, ...]) -> str:
         f"def __call__(self, {parameters}):",
         "    if _is_dynamo_compiling():",
         "        if _extra or _unknown: _superfluous(self, _extra, _unknown)",
+        *(f"        {line}" for line in _presence(entry)),
         f"        return self.{'_call_boundary' if entry.has_boundary else 'forward'}({by_name})",
     ]
     if entry.has_boundary:
@@ -197,7 +230,11 @@ def calls_source(entry: Entry, branches: tuple[Branch, ...]) -> str:
     lines += [
         "",
         f"def _run(state, {passed}):",
-        f"    facts = {_facts(entry, names)}",
+        "    try:",
+        f"        facts = {_facts(entry, names)}",
+        "    except RuntimeError:",
+        f"        _refuse_without_storage(_cls, {_mapping(buffers)})",
+        "        raise",
         "    plan = state.plans.get(facts)",
         "    if plan is None:",
         f"        plan = _make_plan(state, facts, ({passed},))",
@@ -252,6 +289,7 @@ def _operator_source(entry: Entry, branch: Branch, index: int, names: list[str])
         )  # fmt: skip
 
     written = [*branch.writes, *(["out"] if branch.out else [])]
+    checked = passed if entry.has_out else f"{passed}, None"
     bump = [f"    _bump_version({n})" for n in written]
     lines = [
         f"def _body_{index}({arguments}):",
@@ -259,8 +297,7 @@ def _operator_source(entry: Entry, branch: Branch, index: int, names: list[str])
         give,
         "",
         f"def _fake_{index}({arguments}):",
-        f"    outputs, _, device = _signature(_resolve(_cls, instance_key).op, {passed}"
-        f"{')' if entry.has_out else ', None)'}",
+        f"    outputs, _, device = _signature(_resolve(_cls, instance_key).op, {checked})",
         f"    return {_fake_result(returned)}",
         "",
         f"def _autograd_{index}(keyset, {arguments}):",
@@ -271,7 +308,7 @@ def _operator_source(entry: Entry, branch: Branch, index: int, names: list[str])
             f"        _refuse_written_grad(_cls, {_mapping(written)}, {_mapping(tensors)})"
         )
     if returned:
-        lines.append(f"        return _Refuse_{index}.apply(keyset, {arguments})")
+        lines.append(f"        return _refuse_{index}(keyset, {arguments})")
     lines += [
         "    if _forward_level() >= 0:",
         f"        _refuse_tangents(_cls, ({', '.join(tensors)},))",
@@ -304,68 +341,15 @@ def _superfluous(self: Any, extra: tuple[Any, ...], unknown: dict[str, Any]) -> 
     accepted = ", ".join(i.name for i in entry.inputs) + (", out" if entry.has_out else "")
     if extra:
         count = len(entry.positional_inputs)
-        raise CheckError(
+        refuse(
             entry.name,
             f"positional {count + 1}",
             type(extra[0]).__name__,
             f"{count} positional arguments, of {accepted or 'none'}",
         )
     name = next(iter(unknown))
-    raise CheckError(entry.name, name, type(unknown[name]).__name__, f"arguments {accepted}")
-
-
-def _refuse_written_grad(cls: Any, written: dict[str, Any], given: dict[str, Any]) -> None:
-    """A write is not differentiable: refuse a written tensor in the graph, and a gradient that
-    would end in one."""
-    for name, tensor in written.items():
-        if tensor.requires_grad:
-            raise CheckError(
-                cls.__name__,
-                name,
-                "a tensor that requires grad",
-                "one that does not: it is written",
-            )
-    if not cls.entry.outputs or set(written) & {"out"}:
-        for name, tensor in given.items():
-            if tensor is not None and tensor.requires_grad:
-                raise BackwardError(cls.__name__) from CheckError(
-                    cls.__name__, name, "a tensor that requires grad", "one that does not"
-                )
-
-
-def _refuse_tangents(cls: Any, tensors: tuple[Any, ...]) -> None:
-    for tensor in tensors:
-        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise TransformError(
-                cls.__name__, "forward-mode differentiation", "pass primals, or detach the input"
-            )
-
-
-def _refusing_function(cls: Any, overload: Any, name: str) -> type:
-    """An ``autograd.Function`` that computes the op and refuses at backward, not before."""
-
-    class Refuse(torch.autograd.Function):
-        @staticmethod
-        def forward(keyset: Any, *args: Any) -> Any:
-            with torch._C._AutoDispatchBelowAutograd():
-                return overload.redispatch(keyset & torch._C._after_autograd_keyset, *args)
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            pass
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            raise BackwardError(cls.__name__)
-
-        @staticmethod
-        def jvp(ctx: Any, *tangents: Any) -> Any:
-            raise TransformError(
-                cls.__name__, "forward-mode differentiation", "pass primals, or detach the input"
-            )
-
-    Refuse.__name__ = Refuse.__qualname__ = f"{name}_declares_no_backward"
-    return Refuse
+    given = type(unknown[name]).__name__
+    refuse(entry.name, name, given, f"arguments {accepted}" if accepted else "no arguments")
 
 
 def make_calls(
@@ -391,6 +375,8 @@ def make_calls(
         "_direct": direct,
         "_grad_enabled": torch.is_grad_enabled,
         "_superfluous": _superfluous,
+        "_must_be_tensor": must_be_tensor,
+        "_Tensor": torch.Tensor,
         "_epoch": epoch,
         "_context": context_target,
         "_make_plan": make_plan,
@@ -398,8 +384,9 @@ def make_calls(
         "_signature": cls._signature,
         "_empty": torch.empty,
         "_bump_version": torch.autograd.graph.increment_version,
-        "_refuse_written_grad": _refuse_written_grad,
-        "_refuse_tangents": _refuse_tangents,
+        "_refuse_without_storage": refuse_without_storage,
+        "_refuse_written_grad": refuse_written_grad,
+        "_refuse_tangents": refuse_tangents,
         "_forward_level": lambda: forward_ad._current_level,
         "_below_autograd": torch._C._AutoDispatchBelowAutograd,
         "_after_autograd": torch._C._after_autograd_keyset,
@@ -430,7 +417,7 @@ def _define(
         torch.library.register_fake(f"tileops::{name}", namespace[f"_fake_{index}"], lib=library)
         library.impl(name, namespace[f"_autograd_{index}"], "Autograd", with_keyset=True)
         namespace[f"_op_{index}"] = overload
-        namespace[f"_Refuse_{index}"] = _refusing_function(cls, overload, name)
+        namespace[f"_refuse_{index}"] = refusing_function(cls, overload, name)
         operators.append(Operator(f"tileops::{name}", schema, branch, overload))
     return Boundary(tuple(operators), library)
 

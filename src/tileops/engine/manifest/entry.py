@@ -30,8 +30,8 @@ MISSING: Any = _Missing()
 
 @dataclass(frozen=True)
 class ParamType:
-    """A parameter's type: alternatives such as ``int``, ``enum(a,b)``, ``dtype(float16)``, ``ints``,
-    ``int[2]`` or the name of a literal class; ``nullable`` for a trailing ``?``."""
+    """A parameter's type: alternatives such as ``int``, ``enum(a,b)``, ``dtype(float16)``,
+    ``ints``, ``int[2]`` or the name of a literal class; ``nullable`` for a trailing ``?``."""
 
     text: str
     alternatives: tuple[tuple[str, tuple[str, ...]], ...]
@@ -77,7 +77,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """A returned tensor, None under ``nullable``; ``buffer`` outputs may be handed in as ``out``."""
+    """A returned tensor, None under ``nullable``; a ``buffer`` may be handed in as ``out``."""
 
     name: str
     dtype: Expr
@@ -261,6 +261,9 @@ class _Reader:
             passed_when = None
         _, mutated = self.condition(node.get("mutated"))
         content = node.get("content")
+        holds = None
+        if content is not None:
+            holds = Content(self.expr(content.get("min")), self.expr(content.get("max")))
 
         def flag(field_name: str) -> bool:
             child = node.get(field_name)
@@ -269,8 +272,7 @@ class _Reader:
         return Input(
             name, expression, fixed, self.need_expr(node.value["shape"]), optional, passed_when,
             mutated, flag("contiguous"), flag("kw_only"), flag("device"),
-            Content(self.expr(content.get("min")), self.expr(content.get("max"))) if content else None,
-            node.line,
+            holds, node.line,
         )  # fmt: skip
 
     def output(self, name: str, node: Located) -> Output:

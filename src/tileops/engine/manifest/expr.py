@@ -60,7 +60,7 @@ def broadcast(*shapes: Any) -> tuple[Any, ...]:
             if isinstance(size, int) and size == 1:
                 size = here
             elif isinstance(here, int) or isinstance(size, int) or here is not size:
-                if not size == here:
+                if size != here:
                     if here == 1:
                         continue
                     raise ValueError(f"shapes {[tuple(s) for s in shapes]} do not broadcast")
@@ -163,7 +163,8 @@ class Expr:
         """The validated syntax tree."""
         if len(self.text) > MAX_LENGTH:
             raise ExpressionError(
-                f"expression {self.text[:40]!r}... has {len(self.text)} characters (at most {MAX_LENGTH})"
+                f"expression {self.text[:40]!r}... has {len(self.text)} characters "
+                f"(at most {MAX_LENGTH})"
             )
         try:
             tree = ast.parse(self.text.strip(), mode="eval")
@@ -256,7 +257,9 @@ class _Renamer(ast.NodeTransformer):
         return ast.Tuple([self.visit(element) for element in node.elts], ast.Load())
 
 
-def _evaluate(node: ast.expr, env: Mapping[str, Any], passed: frozenset[str]) -> Any:
+def _evaluate(  # noqa: C901  (one case for each kind of node)
+    node: ast.expr, env: Mapping[str, Any], passed: frozenset[str]
+) -> Any:
     def value(child: ast.expr) -> Any:
         return _evaluate(child, env, passed)
 

@@ -106,8 +106,8 @@ class _Check:
             omitted = ""
             for name, may_be_omitted in items:
                 if omitted and not may_be_omitted:
-                    self._fail((section, name), f"is required and follows '{omitted}', which is not; "
-                               "reorder them or make one kw_only")  # fmt: skip
+                    problem = f"is required and follows '{omitted}', which is not; "
+                    self._fail((section, name), problem + "reorder them or make one kw_only")
                 omitted = name if may_be_omitted else omitted
 
     # -- expressions

@@ -44,7 +44,7 @@ def compile_source(source: str, filename: str, namespace: dict[str, Any]) -> dic
     module.__file__ = filename
     module.__dict__.update(namespace)
     sys.modules[module.__name__] = module
-    exec(compile(source, filename, "exec"), module.__dict__)  # noqa: S102  (our own text, from ast)
+    exec(compile(source, filename, "exec"), module.__dict__)  # our own text, made with ast
     return module.__dict__
 
 
@@ -197,8 +197,8 @@ class _Emitter:
         else:
             name, factor = _multiple(element)
             if name is None or free != [name]:
-                self._unsolvable(item, element, f"{', '.join(sorted(free))} not known by then; only "
-                                 "<dim>, <int>*<dim> and <dim>*<int> find a dim")  # fmt: skip
+                why = f"{', '.join(sorted(free))} not known by then; only <dim>, <int>*<dim> and "
+                self._unsolvable(item, element, why + "<dim>*<int> find a dim")
             self.emit(f"if not _same({size} % {factor}, 0): {fail}")
             self._bind(name, f"{size} // {factor}", fail)
 
@@ -225,7 +225,8 @@ class _Emitter:
                 raise ManifestError(
                     f"{self.entry.path}:{self.entry.line_of('signature', 'dims', name)}",
                     self.entry.name,
-                    f"dims.{name}: '{unbound[0]}' in {expr.text!r} is not known where {name} is used first",
+                    f"dims.{name}: '{unbound[0]}' in {expr.text!r} is not known where {name} is "
+                    "used first",
                 )
             self.emit(f"{name} = {self.source(expr)}")
             self.state[name] = "bound"
@@ -262,7 +263,8 @@ class _Emitter:
         else:
             self.emit(f"if device is None: device = {name}.device")
             self.emit(f"elif {name}.device != device: _fail({args}, "
-                      f"f'device {{{name}.device}}', f'device {{device}}, where the others are')")  # fmt: skip
+                      f"f'device {{{name}.device}}', "
+                      "f'device {device}, where the others are')")  # fmt: skip
         self.pattern(item)
         if item.contiguous:
             self.emit(f"if not {name}.is_contiguous(): _fail({args}, "
@@ -320,7 +322,8 @@ class _Emitter:
             shown += "".join(f", {n}_passed={n} is not None" for n in sorted(rule.require.presence))
             blame = rule.argument or self._blame(rule.require)
             self.emit(f"if not _holds({self.source(rule.require)}): "
-                      f"_fail_rule('{self.entry.name}', '{blame}', {rule.message!r}{shown})")  # fmt: skip
+                      f"_fail_rule('{self.entry.name}', '{blame}', "
+                      f"{rule.message!r}{shown})")  # fmt: skip
 
     def _blame(self, expr: Expr) -> str:
         params = sorted(expr.names & self.params)

@@ -18,7 +18,7 @@ import torch
 from tileops.engine.manifest.expr import DTYPES
 
 __all__ = [
-    "NoLiteral",
+    "NoLiteralError",
     "dtype_name",
     "literal_type",
     "literal_types",
@@ -43,7 +43,7 @@ _CONSTANTS: dict[str, Any] = {
 _counter = itertools.count()
 
 
-class NoLiteral(ValueError):
+class NoLiteralError(ValueError):
     """A value has no literal form."""
 
 
@@ -71,7 +71,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def write(value: Any) -> str:
-    """The canonical literal of a normalised value. Raises ``NoLiteral``."""
+    """The canonical literal of a normalised value. Raises ``NoLiteralError``."""
     if value is None or isinstance(value, bool | int | str):
         return repr(value)
     if isinstance(value, float):
@@ -83,14 +83,16 @@ def write(value: Any) -> str:
     if isinstance(value, tuple):
         inner = ", ".join(write(item) for item in value)
         return f"({inner},)" if len(value) == 1 else f"({inner})"
-    if type(value) is literal_types.get(type(value).__name__):
+    name = type(value).__name__
+    known = literal_types.get(name) is type(value)
+    if known:
         inner = ", ".join(
             f"{field.name}={write(getattr(value, field.name))}"
             for field in dataclasses.fields(value)
             if field.init
         )
-        return f"{type(value).__name__}({inner})"
-    raise NoLiteral(f"{type(value).__name__} has no literal form")
+        return f"{name}({inner})"
+    raise NoLiteralError(f"{name} has no literal form")
 
 
 def unique_token() -> str:

@@ -95,7 +95,7 @@ def _integer(value: Any) -> Any:
         return _REJECTED
 
 
-def _convert(word: str, arguments: tuple[str, ...], value: Any) -> Any:
+def _convert(word: str, arguments: tuple[str, ...], value: Any) -> Any:  # noqa: C901  (by type)
     match word:
         case "bool":
             return value if isinstance(value, bool) else _REJECTED
@@ -160,7 +160,7 @@ def key_of(op: str, params: Mapping[str, Any], target: str | None) -> tuple[str,
     for name, value in params.items():
         try:
             text = literal.write(value)
-        except literal.NoLiteral:
+        except literal.NoLiteralError:
             text, canonical = literal.unique_token(), False
         parts.append(f"{name}={text}")
     if target is not None:

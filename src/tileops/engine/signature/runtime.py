@@ -10,13 +10,30 @@ from tileops.engine.errors import CheckError
 from tileops.engine.manifest.expr import DTYPES, FUNCTIONS
 from tileops.engine.signature.literal import dtype_name
 
-__all__ = ["DTYPE_VALUES", "HELPERS", "fail_rule", "holds"]
+__all__ = ["DTYPE_VALUES", "HELPERS", "fail_rule", "holds", "must_be_tensor", "refuse"]
+
+_library = torch.library.Library("tileops", "FRAGMENT")
+_library.define("refuse_call(str op, str argument, str given, str accepted) -> ()")
+
+
+def _raise(op: str, argument: str, given: str, accepted: str) -> None:
+    raise CheckError(op, argument, given, accepted)
+
+
+_library.impl("refuse_call", _raise, "CompositeExplicitAutograd")
+torch.library.register_fake("tileops::refuse_call", _raise, lib=_library)
+
+
+def refuse(op: str, argument: str, given: str, accepted: str) -> None:
+    """Raise ``CheckError``. What Dynamo traces cannot raise it with its own message, so there an
+    operator does, at the same moment as every other check of a traced call."""
+    if torch.compiler.is_dynamo_compiling():
+        torch.ops.tileops.refuse_call(op, argument, given, accepted)
+    raise CheckError(op, argument, given, accepted)
 
 
 def _same(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    result = a == b
+    result = a == b  # not `is` first: under Dynamo that would leave a node in the graph
     return result if isinstance(result, bool) else holds(result)
 
 
@@ -46,16 +63,12 @@ def _fail_shape(op: str, name: str, tensor: torch.Tensor, pattern: str, /, **kno
         if value is not None
     )
     accepted = f"shape {pattern}" + (f" with {values}" if values else "")
-    raise CheckError(op, name, _size_list(tensor), accepted)
+    refuse(op, name, _size_list(tensor), accepted)
 
 
 def _fail_dtype(op: str, name: str, tensor: torch.Tensor, accepted: Any, why: str = "") -> None:
     names = ", ".join(sorted(dtype_name(dtype) for dtype in accepted))
-    raise CheckError(op, name, f"dtype {dtype_name(tensor.dtype)}", f"dtype {names}{why}")
-
-
-def _fail(op: str, name: str, given: str, accepted: str) -> None:
-    raise CheckError(op, name, given, accepted)
+    refuse(op, name, f"dtype {dtype_name(tensor.dtype)}", f"dtype {names}{why}")
 
 
 def fail_rule(op: str, argument: str, message: str, /, **values: Any) -> None:
@@ -63,12 +76,12 @@ def fail_rule(op: str, argument: str, message: str, /, **values: Any) -> None:
         f"{key}={dtype_name(value) if isinstance(value, torch.dtype) else value}"
         for key, value in values.items()
     )
-    raise CheckError(op, argument, shown or "this call", message)
+    refuse(op, argument, shown or "this call", message)
 
 
-def _must_be_tensor(op: str, name: str, value: Any, optional: bool) -> None:
+def must_be_tensor(op: str, name: str, value: Any, optional: bool) -> None:
     given = "nothing" if value is None else f"{type(value).__module__}.{type(value).__qualname__}"
-    raise CheckError(op, name, given, "a torch.Tensor" + (" or None" if optional else ""))
+    refuse(op, name, given, "a torch.Tensor" + (" or None" if optional else ""))
 
 
 def _writable(tensor: torch.Tensor) -> bool:
@@ -82,11 +95,11 @@ HELPERS = {
     "_same": _same,
     "_same_sizes": _same_sizes,
     "_holds": holds,
-    "_fail": _fail,
+    "_fail": refuse,
     "_fail_shape": _fail_shape,
     "_fail_dtype": _fail_dtype,
     "_fail_rule": fail_rule,
-    "_must_be_tensor": _must_be_tensor,
+    "_must_be_tensor": must_be_tensor,
     "_writable": _writable,
     "_Tensor": torch.Tensor,
     "_strided": torch.strided,

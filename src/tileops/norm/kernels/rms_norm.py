@@ -6,6 +6,7 @@ result never depends on its neighbours. The same classes serve RMSNorm after a r
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -79,7 +80,9 @@ class Rows:
                 return f"{str(spec.dtype)[6:]} is not one of {accepted}"
         return None
 
-    def build(self, fn: Any, *arguments: str, warps: int, pdl: bool, **constexprs: Any) -> Any:
+    def build(
+        self, fn: Any, *arguments: str, warps: int, pdl: bool, **constexprs: Any
+    ) -> TritonBuild:
         """Compile ``fn``, whose run-time arguments are ``arguments``; absent tensors are None."""
         tensors = {
             **dict.fromkeys(("x", "y", "source"), self.x),
@@ -92,7 +95,8 @@ class Rows:
             "eps": "fp32",
             "sums": "*fp32",
         }
-        signature, absent = [], {}
+        signature: list[tuple[str, str]] = []
+        absent: dict[str, None] = {}
         for name in arguments:
             if name in scalars:
                 signature.append((name, scalars[name]))
@@ -293,6 +297,10 @@ class RegisterRow(_Held):
 # --- longer rows --------------------------------------------------------------------------------
 
 
+def _both(sums: TritonBuild, scales: TritonBuild) -> tuple[Launcher, Launcher]:
+    return sums(), scales()
+
+
 class StreamedRow(Kernel):
     """Rows too long for registers, read twice in chunks: by one program for each row, or, where
     rows are few, by one program for each chunk in two launches that sum in the same order.
@@ -329,7 +337,7 @@ class StreamedRow(Kernel):
         return 4096 if rows.vector == 1 else 16384 // rows.x.dtype.itemsize
 
     @classmethod
-    def _build(cls, rows: Rows, fn: Any, *arguments: str) -> Any:
+    def _build(cls, rows: Rows, fn: Any, *arguments: str) -> TritonBuild:
         return rows.build(fn, *arguments, warps=cls.WARPS, pdl=False, CHUNK=cls.chunk(rows))
 
     @classmethod
@@ -356,10 +364,7 @@ class StreamedRow(Kernel):
         sums = cls._build(rows, triton_rows.chunk_sums, "x", "residual", "total", "sums")
         arguments = ("source", "weight", "y", "sums", "eps")
         scales = cls._build(rows, triton_rows.normalize_chunks, *arguments)
-
-        def build() -> tuple[Launcher, Launcher]:
-            return sums(), scales()
-
+        build = functools.partial(_both, sums, scales)
         return Entry(("split", sums.identity, scales.identity), build, cls._bind_split)
 
     @classmethod

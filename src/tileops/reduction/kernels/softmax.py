@@ -389,8 +389,8 @@ class SplitSoftmax(Kernel):
         scalars = (("n_groups", "i32"), ("chunks", "i32"))
         fixed = (("GRAIN", grain), ("CHUNK", CHUNK), ("DEPENDENT", dependent))
         first = _build(call, _softmax_split_summarise, scalars, fixed, CHUNK_WARPS, True)
-        fixed = (*fixed, ("CHUNKS", most))
-        second = _build(call, _softmax_split_write, scalars, fixed, CHUNK_WARPS, True, options)
+        rest = (*fixed, ("CHUNKS", most))
+        second = _build(call, _softmax_split_write, scalars, rest, CHUNK_WARPS, True, options)
 
         def bind(launchers: tuple[Launcher, Launcher], call: CallSpec) -> Run:
             return _bind_split(launchers, call, grain)

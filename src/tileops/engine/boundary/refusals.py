@@ -1,0 +1,115 @@
+"""What no operator lets pass: gradients, tangents, writes to what requires grad, odd layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from tileops.engine.errors import BackwardError, CheckError, TransformError
+
+__all__ = [
+    "refuse_tangents", "refuse_without_storage", "refuse_written_grad", "refusing_function",
+]  # fmt: skip
+
+
+def refuse_without_storage(cls: Any, given: dict[str, Any]) -> None:
+    """Sparse, MKL-DNN and nested tensors have no strides or data pointer to make a plan by."""
+    for name, tensor in given.items():
+        if tensor is not None and (tensor.layout is not torch.strided or tensor.is_nested):
+            kind = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+            raise CheckError(cls.__name__, name, kind, "a strided tensor")
+
+
+def refuse_written_grad(cls: Any, written: dict[str, Any], given: dict[str, Any]) -> None:
+    """A write is not differentiable: refuse a written tensor in the graph, and a gradient that
+    would end in one."""
+    for name, tensor in written.items():
+        if tensor.requires_grad:
+            raise CheckError(
+                cls.__name__,
+                name,
+                "a tensor that requires grad",
+                "one that does not: it is written",
+            )
+    if not cls.entry.outputs or set(written) & {"out"}:
+        for name, tensor in given.items():
+            if tensor is not None and tensor.requires_grad:
+                raise BackwardError(cls.__name__) from CheckError(
+                    cls.__name__, name, "a tensor that requires grad", "one that does not"
+                )
+
+
+def refuse_tangents(cls: Any, tensors: tuple[Any, ...]) -> None:
+    for tensor in tensors:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise TransformError(
+                cls.__name__, "forward-mode differentiation", "pass primals, or detach the input"
+            )
+
+
+_library = torch.library.Library("tileops", "FRAGMENT")
+_library.define("refuse_backward(Tensor grad, SymInt[] size, ScalarType dtype, str op) -> Tensor")
+
+
+def _refuse_backward(grad: torch.Tensor, size: Any, dtype: torch.dtype, op: str) -> torch.Tensor:
+    raise BackwardError(op)
+
+
+def _fake_backward(grad: torch.Tensor, size: Any, dtype: torch.dtype, op: str) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype, device=grad.device)
+
+
+_library.impl("refuse_backward", _refuse_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("tileops::refuse_backward", _fake_backward, lib=_library)
+
+
+def refusing_function(cls: Any, overload: Any, name: str) -> Callable[..., Any]:
+    """``apply`` of an ``autograd.Function`` that computes the op and refuses at backward, not
+    before: the refusal is an operator, so that a graph with a backward can be compiled, and raises
+    only if that backward runs."""
+
+    def forward(keyset: Any, *args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.facts = [
+            (t.shape, t.dtype) if isinstance(t, torch.Tensor) and t.requires_grad else None
+            for t in inputs
+        ]
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        refuse = torch.ops.tileops.refuse_backward.default
+        return tuple(
+            None if facts is None else refuse(grads[0], facts[0], facts[1], cls.__name__)
+            for facts in ctx.facts
+        )
+
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise TransformError(
+            cls.__name__, "forward-mode differentiation", "pass primals, or detach the input"
+        )
+
+    rules = (forward, setup_context, backward, jvp)
+    # The name is what users see as grad_fn.
+    refusing: Any = type(
+        f"{name}_declares_no_backward",
+        (torch.autograd.Function,),
+        {rule.__name__: staticmethod(rule) for rule in rules},
+    )
+    # Function.apply hands on to functorch, whose dispatch has been passed by the time an Autograd
+    # kernel runs; its base class does one level, which is what is wanted here.
+    one_level: Callable[..., Any] = super(torch.autograd.Function, refusing).apply
+
+    def apply(*args: Any) -> Any:
+        if torch._C._are_functorch_transforms_active():
+            from torch._functorch.utils import enable_single_level_autograd_function
+
+            with enable_single_level_autograd_function():
+                return one_level(*args)
+        return refusing.apply(*args)
+
+    return apply
