@@ -22,12 +22,13 @@ def _write(
     if not slot_mapping.numel() or not k_cache.numel():
         return
     for new, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+        stored = new
         if scale is not None:
             top = torch.finfo(cache.dtype).max
-            new = (new.float() / scale).clamp(-top, top).to(cache.dtype)
+            stored = (new.float() / scale).clamp(-top, top).to(cache.dtype)
         # Bytes: index writes of float8 are not implemented on the CPU.
         rows = cache.view(-1, cache.shape[2] * cache.shape[3]).view(torch.uint8)
-        rows.index_copy_(0, slot_mapping, new.reshape(new.shape[0], -1).view(torch.uint8))
+        rows.index_copy_(0, slot_mapping, stored.reshape(stored.shape[0], -1).view(torch.uint8))
 
 
 class IndexCopy(Kernel):

@@ -11,8 +11,8 @@ from tileops.lib.launch import Launcher, TritonBuild, pointer_to
 
 __all__ = ["Silu", "silu"]
 
-BLOCK = {2: 4096, 4: 2048}
-"""Elements of one program by bytes an element: 64 bytes a thread in flight."""
+BLOCK = {2: 1024, 4: 512}
+"""Elements of one program by bytes an element: the fastest of 1024 to 8192 halves on an H200."""
 WARPS = 4
 
 

@@ -14,8 +14,8 @@ from tileops.lib.launch import Launcher, TritonBuild, pointer_to
 
 __all__ = ["SiluAndMul"]
 
-TILE = {2: 2048, 4: 1024}
-"""Outputs of one program by bytes an element: twice 32 bytes a thread in flight."""
+TILE = {2: 1024, 4: 512}
+"""Outputs of one program by bytes an element: the fastest of 1024 to 8192 halves on an H200."""
 WARPS = 4
 
 

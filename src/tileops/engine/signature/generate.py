@@ -115,15 +115,28 @@ class _Emitter:
         assert isinstance(node, ast.Tuple | ast.List), item.shape.text  # names.py saw to it
         self._pattern_list(item, node.elts, f"[{', '.join(ast.unparse(e) for e in node.elts)}]")
 
-    def _pattern_list(self, item: Input, elements: list[ast.expr], text: str) -> None:
-        splice = next(
-            (
-                i
-                for i, e in enumerate(elements)
-                if isinstance(e, ast.Starred) and not self._known_splice(e)
-            ),
-            None,
+    def _ready(self, name: str) -> bool:
+        """Whether a derived dim can be computed from what is bound."""
+        sources = self.entry.dims[name].names & self.dims
+        return all(
+            self._ready(n) if n in self.entry.dims else self.state.get(n) == "bound"
+            for n in sources
         )
+
+    def _pattern_list(self, item: Input, elements: list[ast.expr], text: str) -> None:
+        # What is known by then goes first, so that a refusal can show it.
+        names = frozenset(n for e in elements for n in Expr(f"[{ast.unparse(e)}]").names)
+        self._derive(frozenset(n for n in names & set(self.entry.dims) if self._ready(n)))
+        unknown = [
+            i
+            for i, e in enumerate(elements)
+            if isinstance(e, ast.Starred) and not self._known_splice(e)
+        ]
+        for index in unknown[1:]:
+            self._unsolvable(
+                item, elements[index], "one list can find the length of one splice, once"
+            )
+        splice = unknown[0] if unknown else None
         widths = [
             f"len({self.source(Expr(ast.unparse(e.value)))})" if isinstance(e, ast.Starred) else "1"
             for i, e in enumerate(elements)
@@ -155,8 +168,6 @@ class _Emitter:
                 position = [f"len({name})", *position]
                 continue
             if isinstance(element, ast.Starred):
-                if not self._known_splice(element):
-                    self._unsolvable(item, element, "one list can find the length of one splice")
                 value = self.source(Expr(ast.unparse(element.value)))
                 end = _sum([*position, f"len({value})"])
                 self.emit(f"if not _same_sizes(s[{at}:{end}], {value}): {fail}")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tileops.engine.errors import CheckError
-from tileops.engine.manifest.expr import DTYPES, FUNCTIONS
+from tileops.engine.manifest.expr import DTYPES, FUNCTIONS, broadcast
 from tileops.engine.signature.literal import dtype_name
 
 __all__ = ["DTYPE_VALUES", "HELPERS", "fail_rule", "holds", "must_be_tensor", "refuse"]
@@ -50,6 +50,15 @@ def holds(condition: Any) -> bool:
 
         return bool(expect_true(condition))
     return bool(condition)
+
+
+def _broadcast(*shapes: Any) -> tuple[Any, ...]:
+    """The manifest's ``bcast``. Sizes that only the run knows are taken to be equal, under a runtime
+    assertion, as torch's own operators take them."""
+    try:
+        return broadcast(*shapes)
+    except RuntimeError:  # torch's GuardOnDataDependentSymNode
+        return tuple(torch.broadcast_shapes(*shapes))
 
 
 def _size_list(tensor: torch.Tensor) -> str:
@@ -104,6 +113,7 @@ HELPERS = {
     "_Tensor": torch.Tensor,
     "_strided": torch.strided,
     **{f"_f_{name}": function for name, function in FUNCTIONS.items()},
+    "_f_bcast": _broadcast,
     **{f"_dt_{name}": getattr(torch, name) for name in DTYPES},
 }
 

@@ -32,11 +32,11 @@ LAUNCH = {"cublas": 2.0, "triton": 2.0}
 SHARE = {
     # Of the roofline reached, for up to so many rows: (cuBLAS, Triton). Measure with
     # `python benchmarks/ops.py gemm` and write the medians here; the higher one serves.
-    16: (0.70, 0.60),
-    64: (0.70, 0.60),
-    128: (0.65, 0.60),
-    512: (0.75, 0.60),
-    1 << 62: (0.85, 0.60),
+    16: (0.744, 0.893),
+    64: (0.880, 0.778),
+    128: (0.776, 0.634),
+    512: (1.049, 0.926),
+    1 << 62: (1.096, 0.936),
 }
 
 
@@ -271,12 +271,17 @@ class TritonGEMM(Kernel):
 
     @classmethod
     def candidates(cls, call: CallSpec) -> list[Entry]:
+        return [cls.entry_of(call, tile, parts) for tile, parts in cls.choices(call)]
+
+    @classmethod
+    def choices(cls, call: CallSpec) -> list[tuple[Tile, int]]:
+        """Each tile with the numbers of parts worth timing, in the candidates' order."""
         found = []
         for tile in cls.tiles(call):
             parts = cls.parts(call, tile)
             most = max(_sizes(call)[2] // (2 * tile.depth), 1)
             numbers = dict.fromkeys(min(number, most) for number in (parts, 1, parts * 2))
-            found += [cls.entry_of(call, tile, number) for number in numbers]
+            found += [(tile, number) for number in numbers]
         return found
 
     @classmethod

