@@ -277,6 +277,15 @@ def test_fits(count, length, dtype, residual, arch):
         assert_fits(build, arch)
 
 
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("length", [128, 4096, 70000])
+def test_every_candidate_compiles(length, residual):
+    call = spec_call(2048, length, torch.float16, residual=residual, arch=(9, 0))
+    for entry in chosen(call, *kernels()).candidates(call):
+        for build in builds_of(entry):
+            assert build.compile_for((9, 0)).asm["cubin"]
+
+
 # The most registers a region needs: near its longest row, padded, or with rows that begin anywhere.
 TIGHT = [1, 127, 1001, 1025, 5120, 7168, 8191, 16381, 16384, 20001, 32766, 32768, 99991, 262144]
 

@@ -115,11 +115,32 @@ def _is_input(entry: Any) -> str:
     return next((o.is_input for o in entry.outputs if o.is_input), "")
 
 
+def _loaded(package: str, name: str) -> type[Kernel]:
+    """The named kernel, or, where its language is not installed, one that says so."""
+    try:
+        return load_kernel(package, name)
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+
+    class WithoutTriton(Kernel):
+        """Stands for a kernel whose module needs Triton."""
+
+        devices = ("*",)
+
+        @classmethod
+        def refuses(cls, call: CallSpec) -> str | None:
+            return "Triton is not installed"
+
+    WithoutTriton.name = name
+    return WithoutTriton
+
+
 def in_tree_kernels(cls: Any, device_type: str) -> list[type[Kernel]]:
     """The in-tree kernels of an op class for one device type, decomposition included."""
     interface = cls.kernel
     names = getattr(interface, device_type, ()) if interface is not None else ()
-    kernels = [load_kernel(cls.kernel_package, name) for name in names]
+    kernels = [_loaded(cls.kernel_package, name) for name in names]
     entry = cls.entry
     if cls.decomposition is not None:
         wanted = settings().cpu_kernel

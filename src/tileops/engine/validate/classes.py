@@ -6,7 +6,7 @@ import ast
 import dataclasses
 import importlib.util
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,11 @@ __all__ = ["check_class"]
 Fault = Callable[..., None]
 
 
-def check_class(op_cls: Any, home: Home, known: Mapping[str, Entry] | None, report: Report) -> None:
-    """Report where the class does not do what its entry says."""
+def check_class(op_cls: Any, home: Home, report: Report) -> bool:
+    """Report where the class does not do what its entry says.
+
+    Whether its constructor does, so that an op can be made.
+    """
 
     def fault(problem: str, method: str = "") -> None:
         line = home.methods.get(method, home.line)
@@ -37,12 +40,15 @@ def check_class(op_cls: Any, home: Home, known: Mapping[str, Entry] | None, repo
 
     if not (isinstance(op_cls, type) and issubclass(op_cls, Op)):
         fault("it is not an Op")
-        return
+        return False
+    before = len(report.faults)
     _constructor(op_cls, fault)
+    made = len(report.faults) == before
     _forward(op_cls, home, fault)
     _decomposition(op_cls, fault)
     _operators(op_cls, fault)
     _kernels(op_cls, fault, report)
+    return made
 
 
 # ---- Python signatures ---------------------------------------------------------------------------

@@ -15,13 +15,18 @@ from tileops.engine.validate.report import Report
 __all__ = ["check_entry"]
 
 
-def check_entry(entry: Entry, known: Mapping[str, Entry] | None, report: Report) -> None:
-    """Params, dtype variables, contents and the ops it names. Without ``known``, not the last."""
+def check_entry(entry: Entry, known: Mapping[str, Entry] | None, report: Report) -> bool:
+    """Params, dtype variables, contents and the ops it names. Without ``known``, not the last.
+
+    Whether its params are in order, so that an op can be made.
+    """
 
     def fault(problem: str, *path: Any) -> None:
         report.add(entry.path, entry.line_of(*path), entry.name, problem)
 
+    before = len(report.faults)
     _params(entry, fault)
+    made = len(report.faults) == before
     _dtypes(entry, fault)
     if known is not None:
         for stage, name in entry.composition.items():
@@ -29,6 +34,7 @@ def check_entry(entry: Entry, known: Mapping[str, Entry] | None, report: Report)
         if entry.backward is not None:
             _named(entry, known, fault, "backward", entry.backward, "backward")
     signature_source(entry)  # raises where a shape cannot be solved
+    return made
 
 
 def _params(entry: Entry, fault: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -9,7 +10,19 @@ from typing import Any
 
 from tileops.engine.errors import ManifestError
 
-__all__ = ["Fault", "Report"]
+__all__ = ["Fault", "Report", "describe"]
+
+
+def describe(error: BaseException) -> str:
+    """An unexpected error in one line, with the place outside this package and torch that raised."""
+    words = str(error).strip().splitlines()
+    text = f"{type(error).__name__}{': ' + words[0] if words else ''}"
+    own = Path(__file__).parents[1]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_file() and own not in path.parents and "site-packages" not in path.parts:
+            return f"{text} ({path.name}:{frame.lineno})"
+    return text
 
 
 @dataclass(frozen=True, order=True)

@@ -12,7 +12,7 @@ from tileops.engine.manifest.catalog import families, load_family
 from tileops.engine.manifest.entry import Entry
 from tileops.engine.validate import classes, entries, workloads
 from tileops.engine.validate.find import Home, load, scan
-from tileops.engine.validate.report import Report
+from tileops.engine.validate.report import Report, describe
 
 __all__ = ["check"]
 
@@ -59,7 +59,7 @@ def _check_file(
         report.add(orphan.file, orphan.line, name, f"the class has no entry in {path}")
     for entry in chosen:
         report.checked.append(entry.name)
-        guarded(report, entry, entries.check_entry, entry, known, report)
+        sound = guarded(report, entry, entries.check_entry, entry, known, report)
         home = homes.get(entry.name)
         if home is None:
             if entry.status == "implemented":
@@ -70,8 +70,10 @@ def _check_file(
             report.note(f"{entry.name}: the class exists and the entry says {entry.status}")
         op_cls = _load(home, orphans, report)
         if op_cls is not None:
-            guarded(report, entry, classes.check_class, op_cls, home, known, report)
-            guarded(report, entry, workloads.check_workloads, op_cls, report)
+            made = guarded(report, entry, classes.check_class, op_cls, home, report)
+            # What cannot be constructed fails in every workload: that is one fault, not many.
+            run = workloads.run_workload if sound and made else None
+            guarded(report, entry, workloads.check_workloads, entry, op_cls, run, report)
 
 
 def _load(home: Home, orphans: dict[str, Home], report: Report) -> Any:
@@ -86,11 +88,12 @@ def _load(home: Home, orphans: dict[str, Home], report: Report) -> Any:
     return op_cls
 
 
-def guarded(report: Report, entry: Entry, function: Callable[..., None], *args: Any) -> None:
-    """Run one part; what it raises is a fault of the entry and stops no other part."""
+def guarded(report: Report, entry: Entry, function: Callable[..., Any], *args: Any) -> Any:
+    """The result of one part, or None; what it raises is a fault and stops no other part."""
     try:
-        function(*args)
+        return function(*args)
     except ManifestError as error:
         report.add_error(error)
-    except Exception as error:  # noqa: BLE001  (hooks and decompositions may raise anything)
-        report.add(entry.path, entry.line, entry.name, f"{type(error).__name__}: {error}")
+    except Exception as error:  # noqa: BLE001  (classes may raise anything)
+        report.add(entry.path, entry.line, entry.name, describe(error))
+    return None

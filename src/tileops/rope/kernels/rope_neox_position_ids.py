@@ -23,7 +23,7 @@ from tileops.lib.launch import Launcher, TritonBuild, pointer_to
 
 __all__ = ["RopeNeoxPositionIds", "turns_per_position"]
 
-TILE = 512
+TILE = 1024
 """Pairs of features rotated at a time."""
 WARPS = 2
 PROGRAMS_PER_SM = 8
@@ -116,7 +116,7 @@ class RopeNeoxPositionIds(Kernel):
 
     @classmethod
     def candidates(cls, call: CallSpec) -> list[Entry]:
-        return [cls._entry(call, *size) for size in ((TILE, 2), (512, 1), (1024, 4))]
+        return [cls._entry(call, *size) for size in ((TILE, 2), (512, 2), (TILE, 4))]
 
     @classmethod
     def _entry(cls, call: CallSpec, tile: int, warps: int) -> Entry:

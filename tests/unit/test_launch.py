@@ -1,0 +1,151 @@
+"""The launch path, driven to the point where libcuda would take over.
+
+A small fake of libcuda (tests/fake_cuda.c) writes down what it is asked to launch, so both ways of
+launching that ``lib/launch.py`` knows can be compared on a machine without a card. It runs in a
+child process, which must believe that there is one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tileops.lib.launch import Launcher, TritonBuild, device_guard, pointer_to
+
+ROOT = Path(__file__).parents[2]
+STREAM = 0x5000
+
+
+@triton.jit
+def scale(x, LEFT: tl.constexpr, y, count, factor, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x + offsets, mask=offsets < count)
+    if y is not None:
+        tl.store(y + offsets, values * factor + LEFT, mask=offsets < count)
+
+
+def scale_build(**changes):
+    given = {
+        "signature": (("x", "*fp16"), ("y", "*fp16"), ("count", "i64"), ("factor", "fp32")),
+        "constexprs": (("LEFT", 3), ("BLOCK", 1024)),
+        "aligned": ("x", "y"),
+        "num_warps": 8,
+    }
+    return TritonBuild(scale, **{**given, **changes})
+
+
+def test_identity_holds_what_decides_the_code_and_nothing_else():
+    assert scale_build().identity == scale_build().identity
+    assert len({scale_build().identity, scale_build(num_warps=4).identity}) == 2
+    assert len({scale_build().identity, scale_build(aligned=("x",)).identity}) == 2
+    options = (("maxnreg", 64),)
+    assert len({scale_build().identity, scale_build(options=options).identity}) == 2
+    assert hash(scale_build().identity) == hash(scale_build().identity)
+
+
+def test_a_signature_that_is_not_the_kernels():
+    with pytest.raises(ValueError, match="'BLOCK'"):
+        scale_build(constexprs=(("LEFT", 3),)).compile_for((9, 0))
+
+
+def test_pointer_types():
+    assert pointer_to(torch.bfloat16) == "*bf16"
+    assert pointer_to(torch.float8_e4m3fn) == "*fp8e4nv"
+
+
+def test_guard_without_cuda():
+    with device_guard(0):
+        pass
+
+
+# --- in the child -------------------------------------------------------------------------------
+
+
+def child(library: str) -> None:
+    """Launch in both ways with the fake at ``library``; print what it wrote down."""
+    import ctypes
+
+    from triton.backends.nvidia.driver import CudaDriver
+
+    from tileops.lib import launch as module
+
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    torch._C._cuda_getCurrentRawStream = lambda device: STREAM + device
+    triton.runtime.driver.set_active(CudaDriver())
+    fake = ctypes.CDLL(library)
+    fake.fake_cuda_record.restype = ctypes.POINTER(ctypes.c_ulonglong * 16)
+
+    def written(parameters: int, launch, *arguments):
+        fake.fake_cuda_expect(parameters)
+        launch(*arguments)
+        return list(fake.fake_cuda_record().contents)
+
+    x, y = torch.zeros(8, dtype=torch.float16), torch.zeros(8, dtype=torch.float16)
+    build = scale_build()
+    kernel = build.compile_for((9, 0))
+    direct = module._direct(build, kernel, 0)
+    assert direct is not None, f"no direct launch on Triton {triton.__version__}"
+    slow = module._by_compiled_kernel(build, kernel)
+    launcher = build()
+    assert isinstance(launcher, Launcher)
+    arguments = (5, 2, 3, x, y, 2**40 + 7, 0.1)
+    records = [
+        written(4, launcher, *arguments[:3], 0, *arguments[3:]),
+        written(4, launcher.on(0), *arguments),
+        written(4, direct, *arguments),
+        written(4, slow, *arguments),
+    ]
+    # Another device: loaded there, launched on its stream.
+    records.append(written(4, launcher, *arguments[:3], 1, *arguments[3:]))
+    # An absent tensor is a null pointer, an absent constant takes no parameter.
+    records.append(written(4, launcher, 1, 1, 1, 0, x, None, 8, 1.0))
+    absent = scale_build(
+        signature=build.signature[:1] + build.signature[2:],
+        constexprs=(("y", None), ("LEFT", 3), ("BLOCK", 1024)),
+        aligned=("x",),
+    )
+    records.append(written(3, absent(), 1, 1, 1, 0, x, 8, 1.0))
+    addresses = [x.data_ptr() & 0xFFFFFFFF, y.data_ptr() & 0xFFFFFFFF]
+    json.dump({"records": records, "addresses": addresses}, sys.stdout)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_both_ways_launch_the_same(tmp_path):
+    library = tmp_path / "libcuda.so.1"
+    include = Path(triton.__file__).parent / "backends/nvidia/include"
+    source = ROOT / "tests/fake_cuda.c"
+    command = ["cc", "-shared", "-fPIC", "-w", f"-I{include}", "-o", library, source]
+    subprocess.run(command, check=True)
+    code = f"import tests.unit.test_launch as it; it.child({str(library)!r})"
+    environment = {
+        **os.environ,
+        "LD_LIBRARY_PATH": f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}",
+        "TRITON_LIBCUDA_PATH": str(tmp_path),
+        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+    }
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    *same, elsewhere, null, absent = result["records"]
+    x, y = result["addresses"]
+    tenth = int.from_bytes(struct.pack("f", 0.1), "little")
+    one = int.from_bytes(struct.pack("f", 1.0), "little")
+    for turn, record in enumerate(same):
+        assert record[:5] == [turn + 1, 5, 2, 3, 256]
+        assert record[6:] == [STREAM, 0x20, x, y, 7, tenth, 0, 0, 0, 0]
+    assert elsewhere[6] == STREAM + 1
+    assert null[8:12] == [x, 0, 8, one]
+    assert absent[8:11] == [x, 8, one]

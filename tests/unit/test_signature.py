@@ -1,0 +1,570 @@
+"""Generated checks: which calls they accept, what they find out, and what they say otherwise."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from tests.manifests import entry_of
+from tileops.engine.errors import CheckError
+from tileops.engine.signature.generate import make_signature, signature_source
+from tileops.engine.signature.params import bind_params
+
+
+class Check:
+    """The check of one signature, called with tensors by name."""
+
+    def __init__(self, folder, signature: str):
+        self.entry = entry_of(folder, signature)
+        self.function = make_signature(self.entry)
+
+    def __call__(self, given: dict, out=None, **params):
+        op = SimpleNamespace(**bind_params(self.entry, (), params))
+        inputs = [given.get(item.name) for item in self.entry.inputs]
+        return self.function(op, *inputs, out)
+
+    def dims(self, given: dict, **params):
+        return self(given, **params)[1]
+
+    def shapes(self, given: dict, **params):
+        return [None if o is None else tuple(o[0]) for o in self(given, **params)[0]]
+
+    def refusal(self, given: dict, out=None, **params) -> CheckError:
+        with pytest.raises(CheckError) as caught:
+            self(given, out, **params)
+        assert caught.value.op == "ThingFwdOp"
+        return caught.value
+
+
+def zeros(*shape: int, dtype=torch.float32, device="cpu") -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+# ---- shape patterns against an interpreter written for this test ------------------------------------
+
+SINGLE = ("M", "N", "K")
+SPLICED = ("B", "S")
+
+
+@st.composite
+def patterns(draw) -> list[list[str]]:
+    """One to three lists of dims that a check can solve: each has at most one new splice, once, and
+    products of known dims only."""
+    known: set[str] = set()
+    lists = []
+    for _ in range(draw(st.integers(1, 3))):
+        elements, new_splice = [], ""
+        for _ in range(draw(st.integers(0, 4))):
+            choices = [*SINGLE, *(f"2*{n}" for n in SINGLE), *(f"{n}*3" for n in SINGLE), "4"]
+            choices += [f"*{n}" for n in SPLICED if n in known - {new_splice} or not new_splice]
+            choices += [f"{a}*{b}" for a in SINGLE for b in SINGLE if {a, b} <= known]
+            choices += [f"{a} + 1" for a in SINGLE if a in known]
+            choices += ["prod(B)"] if "B" in known else []
+            element = draw(st.sampled_from(choices))
+            name = element.removeprefix("*")
+            if element.startswith("*") and name not in known:
+                new_splice = name
+                known.add(name)
+            elements.append(element)
+            known |= set(SINGLE) & set(element.replace("*", " ").split()) - {"+"}
+        lists.append(elements)
+    return lists
+
+
+def size_of(element: str, env: dict):
+    """The value of an element, or None where a name of it is unknown."""
+    node = ast.parse(element, mode="eval").body
+
+    def value(node):
+        match node:
+            case ast.Constant():
+                return node.value
+            case ast.Name():
+                return env[node.id]
+            case ast.BinOp():
+                left, right = value(node.left), value(node.right)
+                return left * right if isinstance(node.op, ast.Mult) else left + right
+            case ast.Call():
+                return torch.Size(value(node.args[0])).numel()
+
+    try:
+        return value(node)
+    except KeyError:
+        return None
+
+
+def bind(lists: list[list[str]], shapes: list[tuple[int, ...]]) -> dict | None:
+    """The dims that ``shapes`` give to ``lists``, or None where they do not fit."""
+    env: dict = {}
+    for elements, shape in zip(lists, shapes, strict=True):
+        unknown = [e for e in elements if e.startswith("*") and e[1:] not in env]
+        fixed = sum(
+            len(env[e[1:]]) if e.startswith("*") else 1 for e in elements if e not in unknown
+        )
+        rest = len(shape) - fixed
+        if rest < 0 or (rest and not unknown):
+            return None
+        place = 0
+        for element in elements:
+            if element.startswith("*"):
+                name = element[1:]
+                length = len(env[name]) if name in env else rest
+                part = tuple(shape[place : place + length])
+                place += length
+                if env.setdefault(name, part) != part:
+                    return None
+                continue
+            size = shape[place]
+            place += 1
+            value = size_of(element, env)
+            if value is None:
+                (name,) = [n for n in SINGLE if n in element]
+                factor = int(element.replace(name, "").replace("*", "") or 1)
+                if size % factor:
+                    return None
+                env[name], value = size // factor, size
+            if value != size:
+                return None
+    return env
+
+
+SIZES = st.integers(0, 6)
+
+
+@settings(max_examples=300, deadline=None)
+@given(patterns(), st.data())
+def test_patterns(tmp_path_factory, lists, data):
+    """Shapes made from dims, some changed afterwards: the check and the interpreter agree on which
+    fit, and on every dim."""
+    env = {name: data.draw(SIZES, name) for name in SINGLE}
+    env |= {name: data.draw(st.lists(SIZES, max_size=2).map(tuple), name) for name in SPLICED}
+    shapes = []
+    for elements in lists:
+        shape: list[int] = []
+        for element in elements:
+            if element.startswith("*"):
+                shape += env[element[1:]]
+            else:
+                shape.append(size_of(element, env))
+        shapes.append(shape)
+    change = data.draw(st.sampled_from(["none", "none", "size", "longer", "shorter"]), "change")
+    shape = data.draw(st.sampled_from(shapes), "changed shape")
+    if change == "size" and shape:
+        shape[data.draw(st.integers(0, len(shape) - 1))] += 1
+    elif change == "longer":
+        shape.insert(data.draw(st.integers(0, len(shape))), data.draw(SIZES))
+    elif change == "shorter" and shape:
+        shape.pop()
+    names = sorted({n for elements in lists for e in elements for n in _names(e)})
+    dtypes = "dtypes: {T: [float32]}\n"
+    inputs = "".join(
+        f"  x{n}: {{dtype: T, shape: '[{', '.join(elements)}]'}}\n"
+        for n, elements in enumerate(lists)
+    )
+    outputs = f"outputs: {{y: {{dtype: T, shape: '[{', '.join(_spelt(n) for n in names)}]'}}}}\n"
+    check = Check(tmp_path_factory.mktemp("p"), dtypes + "inputs:\n" + inputs + outputs)
+    given = {f"x{n}": torch.empty(shape, device="meta") for n, shape in enumerate(shapes)}
+    wanted = bind(lists, [tuple(shape) for shape in shapes])
+    if wanted is None:
+        assert check.refusal(given).given.startswith("shape [")
+    else:
+        outputs, dims, device = check(given)
+        assert dims == wanted
+        flat = [s for n in names for s in (wanted[n] if n in SPLICED else (wanted[n],))]
+        assert outputs == ((tuple(flat), torch.float32),)
+        assert device == torch.device("meta")
+        if change == "none":
+            assert {name: env[name] for name in wanted} == wanted or any("*" in e for e in names)
+
+
+def _names(element: str) -> list[str]:
+    return [n for n in (*SINGLE, *SPLICED) if n in element.replace("prod", "")]
+
+
+def _spelt(name: str) -> str:
+    return f"*{name}" if name in SPLICED else name
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "dims"),
+    [
+        ("[*B, N]", (2, 3, 4), {"B": (2, 3), "N": 4}),
+        ("[*B, N]", (4,), {"B": (), "N": 4}),
+        ("[N, *B]", (4, 2), {"N": 4, "B": (2,)}),
+        ("[M, *B, N]", (1, 2, 3, 4), {"M": 1, "B": (2, 3), "N": 4}),
+        ("[2*N]", (8,), {"N": 4}),
+        ("[N*2]", (0,), {"N": 0}),
+        ("[N, N]", (3, 3), {"N": 3}),
+        ("[*B, 2*N, N]", (5, 6, 3), {"B": (5,), "N": 3}),
+        ("[N, 2*N + 1]", (3, 7), {"N": 3}),
+        ("[]", (), {}),
+        ("[3]", (3,), {}),
+        ("[M, N] if M > 2 else [M]", None, None),
+    ],
+)
+def test_one_list(tmp_path, shape, size, dims):
+    signature = f"inputs: {{x: {{dtype: float32, shape: '{shape}'}}}}\noutputs: {{}}\n"
+    if size is None:
+        # What chooses between lists must be known before: here it is what the list would find.
+        with pytest.raises(TypeError):
+            Check(tmp_path, signature)({"x": zeros(1, 2)})
+    else:
+        assert Check(tmp_path, signature).dims({"x": zeros(*size)}) == dims
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [("[*B, N]", ()), ("[2*N]", (7,)), ("[N, N]", (3, 4)), ("[N]", (3, 4)), ("[*B, 2*N, N]", (5, 7, 3)),
+     ("[3]", (4,)), ("[]", (1,)), ("[N, 2*N + 1]", (3, 6))],
+)  # fmt: skip
+def test_one_list_refuses(tmp_path, shape, size):
+    signature = f"inputs: {{x: {{dtype: float32, shape: '{shape}'}}}}\noutputs: {{}}\n"
+    error = Check(tmp_path, signature).refusal({"x": zeros(*size)})
+    assert (error.argument, error.given) == ("x", f"shape {list(size)}")
+    # As Python writes it: 2 * N for 2*N.
+    assert error.accepted.replace(" ", "").startswith("shape" + shape.replace(" ", ""))
+
+
+def test_a_refusal_shows_what_is_known(tmp_path):
+    signature = """\
+    params: {width: {type: ints}}
+    inputs:
+      x: {dtype: float32, shape: "[*B, *width]"}
+      y: {dtype: float32, shape: "[*B, K]"}
+    outputs: {}
+    """
+    check = Check(tmp_path, signature)
+    error = check.refusal({"x": zeros(2, 3, 4), "y": zeros(2, 9, 1)}, width=4)
+    assert error.argument == "y"
+    assert error.accepted == "shape [*B, K] with B=[2, 3]"
+    error = check.refusal({"x": zeros(2, 5), "y": zeros(2, 1)}, width=4)
+    assert error.accepted == "shape [*B, *width] with width=[4]"
+
+
+def test_dims_with_the_names_of_helpers(tmp_path):
+    """What a message shows is given by name: no dim may collide with the helper's own."""
+    signature = """\
+    params: {argument: {type: int}}
+    inputs: {x: {dtype: float32, shape: "[message, name, tensor, pattern, 2]"}}
+    outputs: {}
+    rules: [{require: "argument < message + name", message: "small"}]
+    """
+    check = Check(tmp_path, signature)
+    error = check.refusal({"x": zeros(1, 1, 1, 1, 3)}, argument=1)
+    assert error.accepted.startswith("shape [message, name, tensor, pattern, 2]")
+    error = check.refusal({"x": zeros(1, 1, 1, 1, 2)}, argument=5)
+    assert (error.argument, error.given) == ("argument", "argument=5, message=1, name=1")
+
+
+# ---- conditionals and derived dims -----------------------------------------------------------------
+
+CONDITIONAL = """\
+params: {trans: {type: bool, default: false}, width: {type: "int?", default: null}}
+dims: {R: "width if width is not None else N", H: R // 2}
+dtypes: {T: [float32, float16]}
+inputs:
+  a: {dtype: T, shape: "[K, M] if trans else [M, K]"}
+  b: {dtype: T, shape: "[K, N]"}
+  c: {dtype: float32, shape: "[H]"}
+outputs:
+  y: {dtype: T, shape: "[M, H] if trans else [M, R]"}
+"""
+
+
+def test_conditional_lists_and_derived_dims(tmp_path):
+    check = Check(tmp_path, CONDITIONAL)
+    given = {"a": zeros(2, 3), "b": zeros(3, 8), "c": zeros(4)}
+    assert check.dims(given) == {"M": 2, "K": 3, "N": 8, "R": 8, "H": 4}
+    assert check.shapes(given) == [(2, 8)]
+    given["a"] = zeros(3, 2)
+    assert check.shapes(given, trans=True) == [(2, 4)]
+    error = check.refusal(given)
+    assert (error.argument, error.accepted) == ("b", "shape [K, N] with K=2")
+    given |= {"a": zeros(2, 3), "c": zeros(3)}
+    assert check.dims(given, width=6) == {"M": 2, "K": 3, "N": 8, "R": 6, "H": 3}
+    assert check.refusal(given).accepted == "shape [H] with H=4"
+
+
+def test_a_condition_on_a_dtype_chooses_a_list(tmp_path):
+    signature = """\
+    dtypes: {T: [float32, float16]}
+    inputs: {x: {dtype: T, shape: "[N] if T == float16 else [N, 2]"}}
+    outputs: {y: {dtype: "float32 if T == float16 else float64", shape: "[N]"}}
+    """
+    check = Check(tmp_path, signature)
+    (output,), dims, _ = check({"x": zeros(3, dtype=torch.float16)})
+    assert (output, dims) == (((3,), torch.float32), {"N": 3})
+    assert check({"x": zeros(3, 2)})[0] == (((3,), torch.float64),)
+    assert check.refusal({"x": zeros(3)}).accepted == "shape [N, 2]"
+
+
+def test_broadcasting(tmp_path):
+    signature = """\
+    dtypes: {T: [float32]}
+    inputs: {a: {dtype: T, shape: "[*A]"}, b: {dtype: T, shape: "[*B]"}}
+    outputs: {y: {dtype: T, shape: "[*bcast(A, B), 2]"}}
+    """
+    check = Check(tmp_path, signature)
+    assert check.shapes({"a": zeros(4, 1, 3), "b": zeros(5, 1)}) == [(4, 5, 3, 2)]
+    error = check.refusal({"a": zeros(4), "b": zeros(3)})
+    assert (error.argument, error.given) == ("b", "shapes [4] and [3]")
+    assert error.accepted == "shapes that broadcast"
+
+
+# ---- optional inputs ---------------------------------------------------------------------------------
+
+OPTIONAL = """\
+params: {rope: {type: bool, default: false}}
+dtypes: {T: [float32, float16]}
+inputs:
+  x: {dtype: float32, shape: "[M]"}
+  weight: {dtype: T, shape: "[N]", optional: true}
+  bias: {dtype: T, shape: "[N]", optional: true}
+  table: {dtype: "T if passed(weight) else float64", shape: "[K]", optional: rope}
+  scale: {dtype: float32, shape: "[K]", optional: passed(table)}
+outputs:
+  y: {dtype: float32, shape: "[M]"}
+  z: {dtype: float32, shape: "[N]", nullable: not passed(weight)}
+"""
+
+
+@pytest.fixture
+def optional(tmp_path):
+    return Check(tmp_path, OPTIONAL)
+
+
+@pytest.mark.parametrize("weight", [None, 3])
+@pytest.mark.parametrize("bias", [None, 3, 4])
+@pytest.mark.parametrize("kind", ["float32", "float16"])
+def test_optional_inputs_share_dims_and_dtypes(optional, weight, bias, kind):
+    given = {"x": zeros(2)}
+    if weight is not None:
+        given["weight"] = zeros(weight)
+    if bias is not None:
+        given["bias"] = zeros(bias, dtype=getattr(torch, kind))
+    if weight is not None and bias == 4 and kind == "float32":
+        assert optional.refusal(given).accepted == "shape [N] with N=3"
+    elif weight is not None and bias is not None and kind == "float16":
+        assert "as T of the earlier inputs" in optional.refusal(given).accepted
+    else:
+        assert optional.dims(given)["N"] == (weight or bias)
+        assert optional.shapes(given)[1] == (None if weight is None else (3,))
+
+
+def test_inputs_passed_by_a_condition(optional):
+    given = {"x": zeros(2)}
+    error = optional.refusal(given, rope=True)
+    assert (error.argument, error.given) == ("table", "nothing")
+    assert error.accepted == "a torch.Tensor, because rope"
+    given["table"] = zeros(5, dtype=torch.float64)
+    error = optional.refusal(given)
+    assert (error.given, error.accepted) == ("a tensor", "None, because not: rope")
+    error = optional.refusal(given, rope=True)
+    assert (error.argument, error.accepted) == ("scale", "a torch.Tensor, because passed(table)")
+    given["scale"] = zeros(5)
+    assert optional.dims(given, rope=True) == {"M": 2, "N": None, "K": 5}
+    given["scale"] = zeros(6)
+    assert optional.refusal(given, rope=True).accepted == "shape [K] with K=5"
+
+
+def test_a_dtype_by_expression(optional):
+    given = {"x": zeros(2), "table": zeros(5), "scale": zeros(5)}
+    error = optional.refusal(given, rope=True)
+    assert error.argument == "table"
+    assert error.accepted == "dtype float64 (dtype T if passed(weight) else float64)"
+    given["weight"] = zeros(3, dtype=torch.float16)
+    assert "dtype float16" in optional.refusal(given, rope=True).accepted
+    given["table"] = zeros(5, dtype=torch.float16)
+    assert optional.dims(given, rope=True)["K"] == 5
+
+
+def test_missing_and_foreign_arguments(optional):
+    error = optional.refusal({})
+    assert (error.argument, error.given, error.accepted) == ("x", "nothing", "a torch.Tensor")
+    error = optional.refusal({"x": zeros(2), "weight": [1.0]})
+    assert (error.argument, error.given) == ("weight", "builtins.list")
+    assert error.accepted == "a torch.Tensor or None"
+
+
+# ---- dtypes, devices, memory -------------------------------------------------------------------------
+
+MEMORY = """\
+params: {inplace: {type: bool, default: false}, other: {type: bool, default: false}}
+dtypes: {T: [float32, float16]}
+inputs:
+  x: {dtype: T, shape: "[N]", mutated: "inplace or other"}
+  y: {dtype: T, shape: "[N]", contiguous: true}
+  host: {dtype: [int32, int64], shape: "[2]", device: cpu}
+outputs:
+  z: {dtype: T, shape: "[N]", buffer: out}
+"""
+
+
+@pytest.fixture
+def memory(tmp_path):
+    return Check(tmp_path, MEMORY)
+
+
+def good(**changes) -> dict:
+    return {"x": zeros(4), "y": zeros(4), "host": zeros(2, dtype=torch.int32), **changes}
+
+
+def test_dtypes(memory):
+    assert memory.dims(good()) == {"N": 4}
+    assert memory.dims(good(host=zeros(2, dtype=torch.int64))) == {"N": 4}
+    error = memory.refusal(good(x=zeros(4, dtype=torch.float64)))
+    assert (error.given, error.accepted) == ("dtype float64", "dtype float16, float32")
+    error = memory.refusal(good(y=zeros(4, dtype=torch.float16)))
+    assert (error.argument, error.accepted) == ("y", "dtype float32 (dtype T)")
+    error = memory.refusal(good(host=zeros(2)))
+    assert (error.argument, error.accepted) == ("host", "dtype int32, int64")
+
+
+def test_devices(memory):
+    error = memory.refusal(good(y=zeros(4, device="meta")))
+    assert (error.argument, error.given) == ("y", "device meta")
+    assert error.accepted == "device cpu, where the others are"
+    error = memory.refusal(good(host=zeros(2, dtype=torch.int32, device="meta")))
+    assert (error.argument, error.accepted) == ("host", "a tensor on the CPU")
+    meta = good(x=zeros(4, device="meta"), y=zeros(4, device="meta"))
+    assert memory(meta)[2] == torch.device("meta"), "a host input does not say where the call runs"
+
+
+def test_layouts_and_strides(memory):
+    error = memory.refusal(good(x=zeros(4).to_sparse()))
+    assert (error.argument, error.accepted) == ("x", "a strided tensor")
+    assert memory.dims(good(x=zeros(8)[::2])) == {"N": 4}
+    error = memory.refusal(good(y=zeros(8)[::2]))
+    assert (error.argument, error.given) == ("y", "strides [2]")
+    assert error.accepted == "a contiguous tensor"
+
+
+@pytest.mark.parametrize("params", [{}, {"inplace": True}, {"other": True}])
+def test_what_is_written_does_not_overlap_itself(memory, params):
+    given = good(x=zeros(1).expand(4))
+    if params:
+        error = memory.refusal(given, **params)
+        assert (error.argument, error.given) == ("x", "strides [0] (it overlaps itself)")
+    else:
+        assert memory.dims(given) == {"N": 4}
+    assert memory.dims(good(x=zeros(1).expand(1), y=zeros(1)), **params) == {"N": 1}
+
+
+@pytest.mark.parametrize(
+    ("out", "given", "accepted"),
+    [
+        (zeros(4, dtype=torch.float16), "dtype float16", "dtype float32"),
+        (zeros(5), "shape [5]", "shape [4]"),
+        (zeros(4, device="meta"), "device meta", "device cpu"),
+        (zeros(8)[::2], "strides [2]", "a contiguous tensor"),
+        (3, "builtins.int", "a torch.Tensor or None"),
+    ],
+)
+def test_out(memory, out, given, accepted):
+    assert memory(good(), zeros(4))[0] == (((4,), torch.float32),)
+    error = memory.refusal(good(), out)
+    assert (error.argument, error.given, error.accepted) == ("out", given, accepted)
+
+
+# ---- rules -------------------------------------------------------------------------------------------
+
+
+def test_rules(tmp_path):
+    signature = """\
+    params: {dim: {type: "int?", default: null}}
+    dims: {R: N // 2}
+    dtypes: {T: [float32, int8]}
+    inputs: {x: {dtype: T, shape: "[*B, N]"}, w: {dtype: T, shape: "[N]", optional: true}}
+    outputs: {}
+    rules:
+      - {require: "dim is None or dim > 0", message: "at construction", argument: x}
+      - {require: "R > 1", message: "N is at least 4"}
+      - {require: "T != int8 or passed(w)", message: "int8 needs w", argument: w}
+      - {require: "dim is None or dim < len(B)", message: "dim is an axis"}
+    """
+    check = Check(tmp_path, signature)
+    assert check.dims({"x": zeros(2, 4)})["R"] == 2
+    assert check.dims({"x": zeros(2, 4)}, dim=-3)["R"] == 2, (
+        "the constructor's rule is not repeated"
+    )
+    error = check.refusal({"x": zeros(2, 3)})
+    assert (error.argument, error.given, error.accepted) == ("the call", "R=1", "N is at least 4")
+    error = check.refusal({"x": zeros(2, 4, dtype=torch.int8)})
+    assert (error.argument, error.given) == ("w", "T=int8, w_passed=False")
+    error = check.refusal({"x": zeros(2, 4)}, dim=1)
+    assert (error.argument, error.given) == ("dim", "B=(2,), dim=1")
+
+
+# ---- what compilation needs --------------------------------------------------------------------------
+
+
+def fake_pair(signature, folder, sizes):
+    """A check and fake tensors whose sizes are unbacked symbols."""
+    env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=env)
+    symbols = {}
+    tensors = {}
+    for name, dims in sizes.items():
+        shape = []
+        for dim in dims:
+            if dim not in symbols:
+                symbols[dim] = env.create_unbacked_symint()
+                torch._check(symbols[dim] >= 0)
+            shape.append(symbols[dim])
+        with mode:
+            tensors[name] = torch.empty(shape)
+    return Check(folder, signature), mode, env, symbols, tensors
+
+
+TWO = """\
+inputs: {x: {dtype: float32, shape: "[M, N]"}, y: {dtype: float32, shape: "[N, 2*K]"}}
+outputs: {z: {dtype: float32, shape: "[M, K]"}}
+rules: [{require: "M > 3", message: "m"}]
+"""
+
+
+def test_unbacked_sizes_are_asserted_when_the_graph_runs(tmp_path):
+    sizes = {"x": ("a", "b"), "y": ("c", "d")}
+    check, mode, env, symbols, tensors = fake_pair(TWO, tmp_path, sizes)
+    with mode:
+        (output,), dims, _ = check(tensors)
+    assert dims["M"].node.expr == symbols["a"].node.expr
+    assert isinstance(output[0][1], torch.SymInt)
+    asserted = {str(a.expr) for found in env.deferred_runtime_asserts.values() for a in found}
+    assert any("Eq" in text and "Mod" not in text for text in asserted), asserted
+    assert any("Mod" in text for text in asserted), asserted
+    assert any("> 3" in text or "3 <" in text for text in asserted), asserted
+    assert not env.guards
+
+
+def test_one_symbol_asserts_nothing_about_itself(tmp_path):
+    signature = """\
+    inputs: {x: {dtype: float32, shape: "[N]"}, y: {dtype: float32, shape: "[N]"}}
+    outputs: {z: {dtype: float32, shape: "[N]"}}
+    """
+    check, mode, env, symbols, tensors = fake_pair(signature, tmp_path, {"x": ("a",), "y": ("a",)})
+    before = sum(map(len, env.deferred_runtime_asserts.values()))
+    with mode:
+        assert check.dims(tensors)["N"].node.expr == symbols["a"].node.expr
+    assert sum(map(len, env.deferred_runtime_asserts.values())) == before
+
+
+def test_the_source_can_be_read(tmp_path):
+    check = Check(tmp_path, CONDITIONAL)
+    source, _ = signature_source(check.entry)
+    ast.parse(source)
+    family = check.entry.family
+    assert source.startswith(
+        f"# Generated from {family}/manifest.yaml, entry ThingFwdOp: its check.\n"
+    )
+    name = check.function.__code__.co_filename
+    assert name == f"tileops_generated/{family}/thing_fwd_op_signature.py"
+    assert "".join(linecache.getlines(name)) == source
