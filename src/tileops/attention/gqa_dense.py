@@ -34,7 +34,7 @@ class GQADenseFwdOp(Op):
     multiplied by their scales ``[B, H_kv]``. API: ``flash_attn_interface.flash_attn_func``.
     """
 
-    kernel = KernelInterface(cuda=("gqa_dense:SDPA",), cpu=("gqa_dense:SDPA",))
+    kernel = KernelInterface(cuda=("gqa_dense:SDPA",), cpu=("gqa_dense:SDPAOnCPU",))
 
     @staticmethod
     def decomposition(

@@ -38,6 +38,8 @@ class PagedKVCacheWriteFwdOp(Op):
         def write(
             new: torch.Tensor, cache: torch.Tensor, scale: torch.Tensor | None
         ) -> torch.Tensor:
+            if heads * size == 0:
+                return cache
             if scale is not None:
                 top = torch.finfo(cache.dtype).max
                 new = (new.float() / scale).clamp(-top, top).to(cache.dtype)

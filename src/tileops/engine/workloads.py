@@ -187,18 +187,24 @@ def scaled(op_cls: type[Op], workload: Workload, most: int) -> Workload:
     sizes that must stay equal are halved together.
     """
     while True:
-        largest, names = _largest(op_cls, workload)
-        if largest <= most:
-            return workload
-        for places in _choices(op_cls.entry, workload, names):
-            smaller = workload
-            for place in places:
-                smaller = _halved(smaller, *place)
-            if _binds(op_cls, smaller):
+        for names in _too_large(op_cls, workload, most):
+            smaller = _smaller(op_cls, workload, names)
+            if smaller is not None:
                 workload = smaller
                 break
         else:
             return workload
+
+
+def _smaller(op_cls: type[Op], workload: Workload, names: frozenset[str]) -> Workload | None:
+    """``workload`` with a size halved that a shape of ``names`` uses, or None where none may be."""
+    for places in _choices(op_cls.entry, workload, names):
+        smaller = workload
+        for place in places:
+            smaller = _halved(smaller, *place)
+        if _binds(op_cls, smaller):
+            return smaller
+    return None
 
 
 def _choices(entry: Entry, workload: Workload, names: frozenset[str]) -> Iterator[list[Any]]:
@@ -211,31 +217,27 @@ def _choices(entry: Entry, workload: Workload, names: frozenset[str]) -> Iterato
         yield [other for other in equal if (other[0], other[3]) == alike]
 
 
-def _largest(op_cls: type[Op], workload: Workload) -> tuple[int, frozenset[str]]:
-    """Elements of the largest tensor, and the names its shape is made of."""
+def _too_large(op_cls: type[Op], workload: Workload, most: int) -> list[frozenset[str]]:
+    """For each tensor of more than ``most`` elements, the largest first: what its shape is made of."""
     entry = op_cls.entry
-    specs, names = _specs(op_cls, workload)
-    shapes = {**{i.name: i.shape for i in entry.inputs}, **{o.name: o.shape for o in entry.outputs}}
-    name = max(specs, key=lambda key: specs[key], default="")
-    found = shapes[names[name]].names if name else frozenset()
-    for _ in entry.dims:
-        found |= {n for dim in found & set(entry.dims) for n in entry.dims[dim].names}
-    return specs.get(name, 0), frozenset(found)
-
-
-def _specs(op_cls: type[Op], workload: Workload) -> tuple[dict[str, int], dict[str, str]]:
-    """Elements by tensor, and the declared name of each."""
     outputs, call = _checked(op_cls, workload)
-    sizes, names = {}, {}
-    for item in op_cls.entry.inputs:
+    found: list[tuple[int, frozenset[str]]] = []
+    for item in entry.inputs:
         tensor = call.inputs[item.name]
         if tensor is not None:
-            sizes[f"inputs.{item.name}"], names[f"inputs.{item.name}"] = tensor.numel(), item.name
-    for output, spec in zip(op_cls.entry.outputs, outputs, strict=True):
+            found.append((tensor.numel(), item.shape.names))
+    for output, spec in zip(entry.outputs, outputs, strict=True):
         if spec is not None:
-            sizes[f"outputs.{output.name}"] = torch.Size(spec[0]).numel()
-            names[f"outputs.{output.name}"] = output.name
-    return sizes, names
+            found.append((torch.Size(spec[0]).numel(), output.shape.names))
+    found.sort(key=lambda pair: -pair[0])
+    return [_sources(entry, names) for size, names in found if size > most]
+
+
+def _sources(entry: Entry, names: frozenset[str]) -> frozenset[str]:
+    """``names`` and what derived dims among them are made of."""
+    for _ in entry.dims:
+        names |= {n for dim in names & set(entry.dims) for n in entry.dims[dim].names}
+    return names
 
 
 def _checked(op_cls: type[Op], workload: Workload) -> tuple[Any, WorkloadCall]:

@@ -21,10 +21,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tileops.authoring import CallSpec, Entry, Kernel, Run
 
-__all__ = ["SDPA", "Reach"]
+__all__ = ["SDPA", "Reach", "SDPAOnCPU"]
 
 BLOCK = 1024
 """Queries of one block, which bounds the mask's memory."""
+CPU_KEYS = 16
+"""Keys that torch's CPU kernel compares at once. Where a query sees fewer and every score is NaN, it
+gives 0 (seen on torch 2.13 with AVX-512); so few keys cost nothing another way."""
 FLASH_HEAD = 256
 """Features of the widest head that FlashAttention takes."""
 
@@ -79,6 +82,20 @@ class SDPA(Kernel):
     @classmethod
     def entry_for(cls, call: CallSpec) -> Entry:
         return Entry(("torch.sdpa",), lambda: scaled_dot_product_attention, _bind)
+
+
+class SDPAOnCPU(SDPA):
+    """The same, for calls in which NaN stays NaN."""
+
+    devices = ("cpu",)
+
+    @classmethod
+    def refuses(cls, call: CallSpec) -> str | None:
+        keys, reach = call.spec("k").shape[1], Reach.of(call)
+        seen = keys if reach.left is None else reach.left + 1 + (reach.right or 0)
+        if min(keys, seen) < CPU_KEYS:
+            return f"fewer than {CPU_KEYS} keys are seen: torch's CPU kernel gives 0 for NaN there"
+        return super().refuses(call)
 
 
 def _bind(_: object, call: CallSpec) -> Run:

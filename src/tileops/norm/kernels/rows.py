@@ -39,7 +39,9 @@ def _add(values, residual_values, total, offsets, mask, MASKED: tl.constexpr):
 
 @triton.jit
 def _scale(sum_of_squares, eps, N: tl.constexpr):
-    return tl.rsqrt(sum_of_squares * (1.0 / N) + eps)
+    # One rounding, said and not left to the compiler, which contracts or not by what stands around:
+    # a row must give the same bits whichever kernel takes it.
+    return tl.rsqrt(tl.fma(sum_of_squares, 1.0 / N, eps))
 
 
 @triton.jit
