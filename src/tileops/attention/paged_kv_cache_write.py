@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from tileops.authoring import KernelInterface, Op
@@ -46,8 +48,16 @@ class PagedKVCacheWriteFwdOp(Op):
             # Bytes: index writes of float8 are not implemented everywhere.
             rows = cache.reshape(pages * places, heads * size).view(torch.uint8)
             padded = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
-            source = new.reshape(-1, heads * size).view(torch.uint8)
+            source = new.reshape(new.shape[0], heads * size).view(torch.uint8)
             written = padded.index_put((slots,), source)[: pages * places]
             return written.view(cache.dtype).view(cache.shape)
 
         return write(k, k_cache, k_scale), write(v, v_cache, v_scale)
+
+    def fill_workload(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        """Slots that differ, some of them skipped, for tests and benchmarks."""
+        slots, cache = inputs["slot_mapping"], inputs["k_cache"]
+        slots.fill_(-1)
+        count = min(slots.numel() - slots.numel() // 8, cache.shape[0] * cache.shape[1])
+        chosen = torch.randperm(cache.shape[0] * cache.shape[1], device=slots.device)[:count]
+        slots[:count] = chosen

@@ -11,6 +11,10 @@ from tileops.engine.errors import BackendError, KernelBuildError
 
 __all__ = ["built", "is_built"]
 
+LIMIT = 4096
+"""Artifacts kept, the oldest given up first: a foreign target builds for each exact shape, and a
+sequence may grow for ever. What a plan uses lives on in the plan."""
+
 _lock = threading.Lock()
 _ABSENT = object()
 _artifacts: dict[Hashable, Any] = {}
@@ -45,8 +49,12 @@ def built(
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             raise KernelBuildError(op, target, kernel, problem) from error
-        _artifacts[identity] = artifact
+        finally:
+            with _lock:
+                _under_way.pop(identity, None)
+        with _lock:
+            while len(_artifacts) >= LIMIT:
+                _artifacts.pop(next(iter(_artifacts)))
+            _artifacts[identity] = artifact
         record.emit("built", op=op, target=target, kernel=kernel, identity=identity)
-    with _lock:
-        _under_way.pop(identity, None)
     return artifact

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from tileops.authoring import Op
 from tileops.moe.grouped_gemm import MoEGroupedGEMMFwdOp
+from tileops.moe.layouts import fill_metadata
 
 
 class MoEExpertMLPFwdOp(Op):
@@ -43,3 +46,12 @@ class MoEExpertMLPFwdOp(Op):
         hidden = self.gate_up(expert_input, w_gate_up, layout_metadata, bias=b_gate_up)
         result: torch.Tensor = self.down(hidden, w_down, layout_metadata, bias=b_down, out=out)
         return result
+
+    def fill_workload(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        """A valid division of the rows, for tests and benchmarks."""
+        fill_metadata(
+            self._params["layout"],
+            inputs["layout_metadata"],
+            inputs["expert_input"].shape[0],
+            inputs["w_down"].shape[0],
+        )

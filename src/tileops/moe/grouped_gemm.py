@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 
 from tileops.authoring import KernelInterface, Op
-from tileops.moe.layouts import ContiguousLayoutSpec, MaskedLayoutSpec
+from tileops.moe.layouts import ContiguousLayoutSpec, MaskedLayoutSpec, fill_metadata
 
 
 def activate(values: torch.Tensor, activation: str | None) -> torch.Tensor:
@@ -66,6 +68,15 @@ class MoEGroupedGEMMFwdOp(Op):
             values = torch.where((owner == expert)[:, None], product, values)
         result = torch.where((owner >= 0)[:, None], activate(values, activation), 0.0)
         return result.to(dtype)
+
+    def fill_workload(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        """A valid division of the rows, for tests and benchmarks."""
+        fill_metadata(
+            self._params["layout"],
+            inputs["layout_metadata"],
+            inputs["a"].shape[0],
+            inputs["b"].shape[0],
+        )
 
 
 def _row_owner(

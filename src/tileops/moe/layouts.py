@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass
 from typing import ClassVar
+
+import torch
 
 from tileops.authoring import CheckError, literal_type
 
@@ -98,3 +101,29 @@ class RoutingEpilogueSpec:
                 type(self).__name__, "routed_scaling_factor", repr(value), "a finite number"
             )
         object.__setattr__(self, "routed_scaling_factor", float(value))
+
+
+def fill_metadata(
+    layout: ContiguousLayoutSpec | MaskedLayoutSpec,
+    metadata: torch.Tensor,
+    rows: int,
+    experts: int,
+) -> None:
+    """Write a valid division of ``rows`` among ``experts`` into ``metadata``, some experts empty.
+
+    A masked layout's counts are independent, and stay.
+    """
+    if isinstance(layout, MaskedLayoutSpec):
+        return
+    draw = random.Random(rows * 1009 + experts)
+    unit = layout.alignment
+    borders = sorted(draw.randint(0, rows // unit) for _ in range(experts - 1))
+    ends, owners, begin = [], [-1] * rows, 0
+    for expert, border in enumerate([*borders, rows // unit]):
+        # The last unit of an expert may be partly padding.
+        end = max(begin, border * unit - draw.randrange(unit))
+        owners[begin:end] = [expert] * (end - begin)
+        ends.append(end if end > begin else (ends[-1] if ends else 0))
+        begin = max(begin, border * unit)
+    values = owners if layout.metadata_kind == "per_row" else ends
+    metadata.copy_(torch.tensor(values, dtype=metadata.dtype))
