@@ -8,7 +8,7 @@ SHELL := /bin/bash
 VENV ?= .venv
 # Two workers fit a small machine: a test that compiles keeps a core and a good GiB busy.
 WORKERS ?= 2
-PROMPT ?= The capital of France is
+PROMPT ?= Name three primary colors.
 # A prompt is text: a dollar sign in it is no variable of make's.
 override PROMPT := $(value PROMPT)
 # Options for pytest, as in: make test-fast ARGS="tests/unit -k signature"

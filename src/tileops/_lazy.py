@@ -30,6 +30,8 @@ def family_door(package: str, folder: str) -> tuple[Callable[[str], Any], Callab
         return homes
 
     def getattribute(name: str) -> Any:
+        if name == "__all__":
+            return sorted(scan())
         if name.startswith("_") or name not in scan():
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)

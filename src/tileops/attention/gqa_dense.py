@@ -73,7 +73,9 @@ class GQADenseFwdOp(Op):
         # [B, H_kv, group, S, D]: grouped heads meet their key head by broadcasting, uncopied.
         query = query.reshape(batch, s_q, kv_heads, heads // kv_heads, size).permute(0, 2, 3, 1, 4)
         key, value = key.permute(0, 2, 1, 3)[:, :, None], value.permute(0, 2, 1, 3)[:, :, None]
-        scores = query @ key.transpose(-1, -2) * (size**-0.5 if sm_scale is None else sm_scale)
+        scores = (
+            query @ key.transpose(-1, -2) * (max(size, 1) ** -0.5 if sm_scale is None else sm_scale)
+        )
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         place = torch.arange(s_q, device=q.device)[:, None] + (s_kv - s_q)

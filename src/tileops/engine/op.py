@@ -13,6 +13,7 @@ import torch
 from tileops.engine import targets
 from tileops.engine.boundary.generate import MISSING_ARGUMENT, Boundary, _superfluous, make_calls
 from tileops.engine.boundary.instances import OpState, state_of
+from tileops.engine.boundary.refusals import refuse_without_storage
 from tileops.engine.content import check_content
 from tileops.engine.errors import CheckError, ImmutableOpError, ManifestError
 from tileops.engine.kernel import CallSpec, Kernel, KernelInterface, TensorSpec
@@ -30,8 +31,8 @@ __all__ = ["Op"]
 def _plan(state: OpState, facts: Any, arguments: tuple[Any, ...]) -> Plan:
     plan = make_plan(state, facts, arguments)
     if settings().validate_inputs:
-        check_content(state.op, plan.made.call, arguments)
         state.plans.pop(facts, None)  # what index inputs hold is a fact of each call
+        check_content(state.op, plan.made.call, arguments)
     return plan
 
 
@@ -187,9 +188,9 @@ class Op:
         count = len(entry.inputs)
         inputs, out = arguments[:count], arguments[count] if entry.has_out else None
         names = [*(i.name for i in entry.inputs), *(["out"] if entry.has_out else [])]
+        refuse_without_storage(type(self), dict(zip(names, (*inputs, out), strict=False)))
         for item, value in zip(entry.inputs, inputs, strict=True):
-            usable = isinstance(value, torch.Tensor) and value.layout is torch.strided
-            if not usable and not (value is None and item.optional):
+            if not isinstance(value, torch.Tensor) and not (value is None and item.optional):
                 type(self)._signature(self, *inputs, out)  # raises
         if out is not None and not isinstance(out, torch.Tensor):
             type(self)._signature(self, *inputs, out)

@@ -18,10 +18,10 @@ from tileops.engine.build import built, is_built
 from tileops.engine.decomposition import decomposition_kernels
 from tileops.engine.errors import (
     BackendError,
-    CheckError,
     ColdCaptureError,
     OpNotAvailableError,
 )
+from tileops.engine.finish import finished
 from tileops.engine.kernel import CallSpec, Entry, Kernel, TensorSpec
 from tileops.engine.manifest.entry import Branch
 from tileops.engine.select import Selection, claimants, load_kernel, select
@@ -283,7 +283,7 @@ def make_plan(state: OpState, facts: Any, arguments: tuple[Any, ...]) -> Plan:
     inputs, out = arguments[:count], arguments[count] if entry.has_out else None
     call, branch = call_spec(op, inputs, out)
     run, made = _meta(call) if call.device.type == "meta" else _serve(op, call, state, inputs)
-    plan = Plan(_finish(run, op, call, branch, inputs), made)
+    plan = Plan(finished(run, op, call, branch, arguments), made)
     with state.lock:
         while len(state.plans) >= settings().plan_limit:
             state.plans.pop(next(iter(state.plans)))
@@ -323,115 +323,3 @@ def _serve(op: Any, call: CallSpec, state: OpState, inputs: tuple[Any, ...]) -> 
                 raise
             decision = targets.skip(call.op, decision.target, decision.by, declined.reason)
     return _builtin(op, call, decision, state, inputs)
-
-
-def _finish(
-    run: Callable[..., Any], op: Any, call: CallSpec, branch: Branch, inputs: tuple[Any, ...]
-) -> Callable[..., Any]:
-    """Wrap a kernel's run with what the call needs: contiguous inputs, copy-back of strided written
-    tensors, version bumps, device, and the value the user gets."""
-    entry = type(op).entry
-    names = [i.name for i in entry.inputs]
-    written = [names.index(name) for name in branch.writes]
-    resolve = [n for n, t in enumerate(inputs) if t is not None and (t.is_neg() or t.is_conj())]
-    strided = [
-        n
-        for n, t in enumerate(inputs)
-        if t is not None and not t.is_contiguous() and n not in written
-    ]
-    copy_back = [n for n in written if not inputs[n].is_contiguous()]
-    if copy_back or resolve or strided:
-        run = _restrided(run, sorted({*resolve, *strided}), copy_back)
-    if call.device.type == "cuda" and torch.cuda.device_count() > 1:
-        run = _on_device(run, call.device.index)
-    targets_of_write = [*written, *([len(names)] if branch.out else [])]
-    if not targets_of_write:
-        return run
-    return _writing(run, op, branch, targets_of_write)
-
-
-def _restrided(
-    run: Callable[..., Any], gather: list[int], copy_back: list[int]
-) -> Callable[..., Any]:
-    def restrided(*args: Any) -> Any:
-        values = list(args)
-        for n in gather:
-            values[n] = values[n].resolve_conj().resolve_neg().contiguous()
-        for n in copy_back:
-            values[n] = values[n].contiguous()
-        result = run(*values)
-        for n in copy_back:
-            args[n].copy_(values[n])
-        return result
-
-    return restrided
-
-
-def _on_device(run: Callable[..., Any], index: int) -> Callable[..., Any]:
-    current = torch.cuda.current_device
-
-    def on_device(*args: Any) -> Any:
-        if current() == index:
-            return run(*args)
-        with torch.cuda.device(index):
-            return run(*args)
-
-    return on_device
-
-
-def _writing(
-    run: Callable[..., Any], op: Any, branch: Branch, written: list[int]
-) -> Callable[..., Any]:
-    entry = type(op).entry
-    names = [*(i.name for i in entry.inputs), *(["out"] if entry.has_out else [])]
-    returned = next(
-        (
-            len(entry.inputs) if output.buffer and branch.out else names.index(output.is_input)
-            for output in entry.outputs
-            if (output.buffer and branch.out) or output.is_input in branch.writes
-        ),
-        None,
-    )
-    bump = torch.autograd.graph.increment_version
-
-    def writing(*args: Any) -> Any:
-        _refuse_overlap(entry.name, names, args, written)
-        for n in written:
-            if args[n].is_inference() and not torch.is_inference_mode_enabled():
-                raise CheckError(entry.name, names[n], "an inference tensor",
-                                 "a normal one outside inference mode, since it is written")  # fmt: skip
-        result = run(*args)
-        for n in written:
-            if not args[n].is_inference():
-                bump(args[n])
-        return result if returned is None else args[returned]
-
-    return writing
-
-
-_META = torch.device("meta")
-
-
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """First and one past the last byte a tensor touches."""
-    start = tensor.data_ptr()
-    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (reach + 1) * tensor.element_size()
-
-
-def _refuse_overlap(op: str, names: list[str], args: tuple[Any, ...], written: list[int]) -> None:
-    """A written tensor must share memory with no other argument: eager, functionalised and
-    out-of-order kernels would each give another answer."""
-    for n in written:
-        if not args[n].numel():
-            continue
-        low, high = _extent(args[n])
-        for m, other in enumerate(args):
-            if m == n or other is None or not other.numel():
-                continue
-            start, end = _extent(other)
-            if start < high and low < end and other.device == args[n].device != _META:
-                raise CheckError(
-                    op, names[n], f"memory shared with argument '{names[m]}'",
-                    "a written tensor that shares memory with no other argument",
-                )  # fmt: skip

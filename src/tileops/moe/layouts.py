@@ -118,7 +118,8 @@ def fill_metadata(
     draw = random.Random(rows * 1009 + experts)
     unit = layout.alignment
     borders = sorted(draw.randint(0, rows // unit) for _ in range(experts - 1))
-    ends, owners, begin = [], [-1] * rows, 0
+    ends: list[int] = []
+    owners, begin = [-1] * rows, 0
     for expert, border in enumerate([*borders, rows // unit]):
         # The last unit of an expert may be partly padding.
         end = max(begin, border * unit - draw.randrange(unit))

@@ -17,7 +17,10 @@ class RoPENeoxPositionIdsFwdOp(Op):
     ``vllm._custom_ops.rotary_embedding`` (which writes its input instead).
     """
 
-    kernel = KernelInterface(cuda=("rope_neox_position_ids:RopeNeoxPositionIds",))
+    kernel = KernelInterface(
+        cuda=("rope_neox_position_ids:RopeNeoxPositionIds",),
+        cpu=("rope_neox_cpu:RotateHalves",),
+    )
 
     @staticmethod
     def decomposition(

@@ -87,8 +87,6 @@ class SDPA(Kernel):
 class SDPAOnCPU(SDPA):
     """The same, for calls in which NaN stays NaN."""
 
-    devices = ("cpu",)
-
     @classmethod
     def refuses(cls, call: CallSpec) -> str | None:
         keys, reach = call.spec("k").shape[1], Reach.of(call)

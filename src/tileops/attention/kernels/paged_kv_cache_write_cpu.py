@@ -16,19 +16,20 @@ def _write(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> None:
-    keep = slot_mapping >= 0
-    if not bool(keep.all()):
-        slot_mapping, k, v = slot_mapping[keep], k[keep], v[keep]
     if not slot_mapping.numel() or not k_cache.numel():
         return
+    if int(slot_mapping.min()) < 0:
+        keep = slot_mapping >= 0
+        slot_mapping, k, v = slot_mapping[keep], k[keep], v[keep]
     for new, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
-        stored = new
-        if scale is not None:
+        rows = cache.view(-1, cache.shape[2], cache.shape[3])
+        if scale is None:
+            rows.index_copy_(0, slot_mapping, new)
+        else:
             top = torch.finfo(cache.dtype).max
             stored = (new.float() / scale).clamp(-top, top).to(cache.dtype)
-        # Bytes: index writes of float8 are not implemented on the CPU.
-        rows = cache.view(-1, cache.shape[2] * cache.shape[3]).view(torch.uint8)
-        rows.index_copy_(0, slot_mapping, stored.reshape(stored.shape[0], -1).view(torch.uint8))
+            # Bytes: index writes of float8 are not implemented on the CPU.
+            rows.view(torch.uint8).index_copy_(0, slot_mapping, stored.view(torch.uint8))
 
 
 class IndexCopy(Kernel):

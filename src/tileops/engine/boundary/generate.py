@@ -25,9 +25,9 @@ from tileops.engine.boundary.refusals import (
     refusing_function,
 )
 from tileops.engine.manifest.entry import Branch, Entry
-from tileops.engine.manifest.expr import FUNCTIONS
-from tileops.engine.signature.generate import compile_source
-from tileops.engine.signature.runtime import must_be_tensor, refuse
+from tileops.engine.manifest.expr import Expr
+from tileops.engine.signature.generate import compile_source, presence_lines
+from tileops.engine.signature.runtime import HELPERS, refuse
 
 __all__ = ["MISSING_ARGUMENT", "Boundary", "Operator", "call_signature", "make_calls"]
 
@@ -111,23 +111,29 @@ def _parameters(entry: Entry) -> tuple[str, list[str]]:
     return ", ".join([*parts, "**_unknown"]), [i.name for i in entry.inputs]
 
 
+def _whole_signature(entry: Entry) -> str:
+    """Under Dynamo a composition checks its whole signature: its stages would check less."""
+    given = [
+        i.name if i.optional else f"None if {i.name} is _MISSING else {i.name}"
+        for i in entry.inputs
+    ]
+    return f"_signature(self, {', '.join(given)}, {'out' if entry.has_out else 'None'})"
+
+
 def _presence(entry: Entry) -> list[str]:
-    """Under Dynamo: what is no tensor is refused in the op's words, not in those of the schema. A
-    composition, whose stages would check less, checks its whole signature."""
-    if entry.composition:
-        given = [
-            i.name if i.optional else f"None if {i.name} is _MISSING else {i.name}"
-            for i in entry.inputs
-        ]
-        return [f"_signature(self, {', '.join(given)}, {'out' if entry.has_out else 'None'})"]
+    """What is no tensor, or is there when it must not be, is refused in the op's words before the
+    operator is called: the schema would refuse it in torch's."""
+
+    def rename(name: str) -> str:
+        return f"self.{name}" if name in entry.shape_params else f"_dt_{name}"
+
+    def source(expr: Expr) -> str:
+        return expr.source(rename, lambda name: f"({name} is not None)")
+
     lines = []
     for item in entry.inputs:
-        test = f"not isinstance({item.name}, _Tensor)"
-        if item.optional:
-            test = f"{item.name} is not None and {test}"
         value = item.name if item.optional else f"None if {item.name} is _MISSING else {item.name}"
-        facts = f"'{entry.name}', '{item.name}', {value}, {item.optional}"
-        lines.append(f"if {test}: _must_be_tensor({facts})")
+        lines += presence_lines(entry, item, source, value)
     if entry.has_out:
         lines.append(f"if out is not None and not isinstance(out, _Tensor): "
                      f"_must_be_tensor('{entry.name}', 'out', out, True)")  # fmt: skip
@@ -213,7 +219,7 @@ def calls_source(entry: Entry, branches: tuple[Branch, ...]) -> str:
         f"def __call__(self, {parameters}):",
         "    if _is_dynamo_compiling():",
         "        if _extra or _unknown: _superfluous(self, _extra, _unknown)",
-        *(f"        {line}" for line in _presence(entry)),
+        *([f"        {_whole_signature(entry)}"] if entry.composition else []),
         f"        return self.{'_call_boundary' if entry.has_boundary else 'forward'}({by_name})",
     ]
     if entry.has_boundary:
@@ -243,6 +249,7 @@ def calls_source(entry: Entry, branches: tuple[Branch, ...]) -> str:
         "",
         f"def _call_boundary(self, {_boundary_parameters(entry)}):",
     ]
+    lines += [f"    {line}" for line in _presence(entry)]
     for index, branch in enumerate(branches):
         arguments = ", ".join([*names, *(["out"] if branch.out else []), "self._instance_key"])
         lines += [
@@ -375,8 +382,7 @@ def make_calls(
         "_direct": direct,
         "_grad_enabled": torch.is_grad_enabled,
         "_superfluous": _superfluous,
-        "_must_be_tensor": must_be_tensor,
-        "_Tensor": torch.Tensor,
+        **HELPERS,
         "_epoch": epoch,
         "_context": context_target,
         "_make_plan": make_plan,
@@ -390,7 +396,6 @@ def make_calls(
         "_forward_level": lambda: forward_ad._current_level,
         "_below_autograd": torch._C._AutoDispatchBelowAutograd,
         "_after_autograd": torch._C._after_autograd_keyset,
-        **{f"_f_{name}": function for name, function in FUNCTIONS.items()},
     }
     namespace = compile_source(source, filename, namespace)
     cls.__call__ = namespace["__call__"]

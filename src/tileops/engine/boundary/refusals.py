@@ -18,7 +18,9 @@ __all__ = [
 def refuse_without_storage(cls: Any, given: dict[str, Any]) -> None:
     """Sparse, MKL-DNN and nested tensors have no strides or data pointer to make a plan by."""
     for name, tensor in given.items():
-        if tensor is not None and (tensor.layout is not torch.strided or tensor.is_nested):
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if tensor.layout is not torch.strided or tensor.is_nested:
             kind = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
             raise CheckError(cls.__name__, name, kind, "a strided tensor")
 

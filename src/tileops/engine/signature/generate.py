@@ -26,6 +26,7 @@ __all__ = [
     "compile_source",
     "make_constructor_check",
     "make_signature",
+    "presence_lines",
     "settled_at_construction",
     "signature_source",
 ]
@@ -245,18 +246,8 @@ class _Emitter:
     # -- one input
 
     def presence(self, item: Input) -> None:
-        args = f"{self.fail_args(item)}, {item.name}, {item.optional}"
-        if item.passed_when is not None:
-            text = item.passed_when.text
-            self.emit(f"if {self.source(item.passed_when)}:")
-            self.emit(f"    if {item.name} is None: _fail({self.fail_args(item)}, 'nothing', "
-                      f"{'a torch.Tensor, because ' + text!r})")  # fmt: skip
-            self.emit(f"elif {item.name} is not None: _fail({self.fail_args(item)}, 'a tensor', "
-                      f"{'None, because not: ' + text!r})")  # fmt: skip
-        test = f"not isinstance({item.name}, _Tensor)"
-        if item.optional:
-            test = f"{item.name} is not None and {test}"
-        self.emit(f"if {test}: _must_be_tensor({args})")
+        for line in presence_lines(self.entry, item, self.source, item.name):
+            self.emit(line)
 
     def tensor(self, item: Input) -> None:
         name, args = item.name, self.fail_args(item)
@@ -389,6 +380,24 @@ class _Emitter:
                   f"f'device {{device}}')")  # fmt: skip
         self.emit(f"    if not out.is_contiguous(): _fail('{name}', 'out', "
                   f"f'strides {{list(out.stride())}}', 'a contiguous tensor')")  # fmt: skip
+
+
+def presence_lines(
+    entry: Entry, item: Input, source: Callable[[Expr], str], value: str
+) -> list[str]:
+    """Source that refuses an input that is no tensor, or is there or not against its condition."""
+    facts, lines = f"'{entry.name}', '{item.name}'", []
+    if item.passed_when is not None:
+        text = repr(item.passed_when.text)
+        lines += [
+            f"if {source(item.passed_when)}:",
+            f"    if {item.name} is None: _refuse_absent({facts}, {text})",
+            f"elif {item.name} is not None: _refuse_present({facts}, {text})",
+        ]
+    test = f"not isinstance({item.name}, _Tensor)"
+    if item.optional:
+        test = f"{item.name} is not None and {test}"
+    return [*lines, f"if {test}: _must_be_tensor({facts}, {value}, {item.optional})"]
 
 
 def _sum(parts: list[str]) -> str:

@@ -100,6 +100,16 @@ def _writable(tensor: torch.Tensor) -> bool:
     )
 
 
+def refuse_absent(op: str, name: str, condition: str) -> None:
+    """For an input that a condition asks for."""
+    refuse(op, name, "nothing", f"a torch.Tensor, because {condition}")
+
+
+def refuse_present(op: str, name: str, condition: str) -> None:
+    """For an input that a condition rules out."""
+    refuse(op, name, "a tensor", f"None, because not: {condition}")
+
+
 HELPERS = {
     "_same": _same,
     "_same_sizes": _same_sizes,
@@ -109,6 +119,8 @@ HELPERS = {
     "_fail_dtype": _fail_dtype,
     "_fail_rule": fail_rule,
     "_must_be_tensor": must_be_tensor,
+    "_refuse_absent": refuse_absent,
+    "_refuse_present": refuse_present,
     "_writable": _writable,
     "_Tensor": torch.Tensor,
     "_strided": torch.strided,

@@ -1,0 +1,127 @@
+"""What a call needs around its kernel: contiguous inputs, copy-back of strided written tensors, the
+right device, version bumps, and the value the user gets. Decided once per plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tileops.engine.errors import CheckError
+from tileops.engine.kernel import CallSpec
+from tileops.engine.manifest.entry import Branch
+
+__all__ = ["finished"]
+
+Run = Callable[..., Any]
+
+
+def finished(run: Run, op: Any, call: CallSpec, branch: Branch, arguments: tuple[Any, ...]) -> Run:
+    """``run`` with what a call of these arguments (inputs, then ``out`` where the op has it) needs."""
+    entry = type(op).entry
+    names = [*(i.name for i in entry.inputs), *(["out"] if entry.has_out else [])]
+    written = [names.index(name) for name in branch.writes]
+    odd = [n for n, t in enumerate(arguments) if t is not None and _is_odd(t)]
+    gather = [n for n in odd if n not in written]
+    copy_back = [n for n in odd if n in written]
+    if odd:
+        run = _restrided(run, gather, copy_back)
+    if call.device.type == "cuda" and torch.cuda.device_count() > 1:
+        run = _on_device(run, call.device.index)
+    if branch.out:
+        written.append(names.index("out"))
+    if not written:
+        return run
+    returned = next(
+        (
+            names.index("out" if output.buffer and branch.out else output.is_input)
+            for output in entry.outputs
+            if (output.buffer and branch.out) or output.is_input in branch.writes
+        ),
+        None,
+    )
+    return _writing(run, _overlaps(entry.name, names, arguments, written), written, returned)
+
+
+def _is_odd(tensor: torch.Tensor) -> bool:
+    return not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj()
+
+
+def _restrided(run: Run, gather: list[int], copy_back: list[int]) -> Run:
+    def restrided(*args: Any) -> Any:
+        values = list(args)
+        for n in (*gather, *copy_back):
+            values[n] = values[n].resolve_conj().resolve_neg().contiguous()
+        result = run(*values)
+        for n in copy_back:
+            args[n].copy_(values[n])
+        return result
+
+    return restrided
+
+
+def _on_device(run: Run, index: int) -> Run:
+    current = torch.cuda.current_device
+
+    def on_device(*args: Any) -> Any:
+        if current() == index:
+            return run(*args)
+        with torch.cuda.device(index):
+            return run(*args)
+
+    return on_device
+
+
+def _writing(run: Run, check: Callable[..., None], written: list[int], returned: int | None) -> Run:
+    bump = torch.autograd.graph.increment_version
+
+    def writing(*args: Any) -> Any:
+        check(args)
+        result = run(*args)
+        for n in written:
+            if not args[n].is_inference():  # an inference tensor has no version
+                bump(args[n])
+        return result if returned is None else args[returned]
+
+    return writing
+
+
+def _overlaps(
+    op: str, names: list[str], arguments: tuple[Any, ...], written: list[int]
+) -> Callable[..., None]:
+    """A check that each written tensor shares memory with no other argument: eager, functionalised
+    and out-of-order kernels would each give another answer."""
+    present = [n for n, t in enumerate(arguments) if t is not None and t.numel()]
+    device = arguments[written[0]].device
+    present = [n for n in present if arguments[n].device == device and device.type != "meta"]
+    pairs = [(n, m) for n in written for m in present if n in present and m != n]
+    # A contiguous tensor's extent is a fact of the plan; the strides of another are not.
+    sizes = {
+        n: arguments[n].numel() * arguments[n].element_size() if arguments[n].is_contiguous() else 0
+        for n in present
+    }
+    inference = torch.is_inference_mode_enabled
+
+    def check(args: tuple[Any, ...]) -> None:
+        for n in written:
+            if args[n].is_inference() and not inference():
+                raise CheckError(op, names[n], "an inference tensor",
+                                 "a normal one outside inference mode, since it is written")  # fmt: skip
+        begins = {n: args[n].data_ptr() for n in present}
+        ends = {n: begins[n] + (sizes[n] or _reach(args[n])) for n in present}
+        for n, m in pairs:
+            if begins[m] < ends[n] and begins[n] < ends[m]:
+                raise CheckError(
+                    op, names[n], f"memory shared with argument '{names[m]}'",
+                    "a written tensor that shares memory with no other argument",
+                )  # fmt: skip
+
+    return check
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Bytes from the first to one past the last element of a tensor with any strides."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return int((sum((size - 1) * step for size, step in steps) + 1) * tensor.element_size())
