@@ -258,6 +258,38 @@ def given_up() -> list[dict[str, Any]]:
     return rows
 
 
+# ---- report ----------------------------------------------------------------------------------------
+
+
+def markdown(results: dict[str, Any]) -> dict[str, str]:
+    """The tables of ``docs/internals/boundary.md``, by the key of the results that they show."""
+
+    def table(columns: dict[str, str], rows: list[dict[str, Any]]) -> str:
+        lines = [" | ".join(columns), " | ".join("---" for _ in columns)]
+        for row in rows:
+            cells = ("" if row[key] is None else str(row[key]) for key in columns.values())
+            lines.append(" | ".join(cells))
+        return "".join(f"| {line} |\n" for line in lines)
+
+    return {
+        "where": table(
+            {"rows": "rows", "boundary": "boundary", "kernel, µs": "kernel_us",
+             "eager, µs": "eager_us", "compiled, µs": "compiled_us", "nodes": "nodes",
+             "guards": "guards", "first traced call, ms": "first_call_ms"},
+            results["where"],
+        ),
+        "registration": table(
+            {"registered by": "way", "call, µs": "us", "of an input that requires grad, µs":
+             "us_requires_grad"},
+            results["registration"],
+        ),
+        "given_up": table(
+            {"rows": "rows", "two nodes, µs": "nodes_us", "fused by Inductor, µs": "fused_us"},
+            results["given_up"],
+        ),
+    }  # fmt: skip
+
+
 def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

@@ -1,0 +1,1 @@
+"""Runnable programs written with tileops; none is part of the installed package."""

@@ -1,0 +1,3 @@
+"""Cannot be imported."""
+
+raise OSError("libtestbroken.so.1: cannot open shared object file")
