@@ -45,10 +45,11 @@ class PagedKVCacheWriteFwdOp(Op):
             if scale is not None:
                 top = torch.finfo(cache.dtype).max
                 new = (new.float() / scale).clamp(-top, top).to(cache.dtype)
-            # Bytes: index writes of float8 are not implemented everywhere.
-            rows = cache.reshape(pages * places, heads * size).view(torch.uint8)
+            rows = cache.reshape(pages * places, heads * size)
+            source = new.reshape(-1, heads * size)
+            if scale is not None:  # bytes: index writes of float8 are not implemented everywhere
+                rows, source = rows.view(torch.uint8), source.view(torch.uint8)
             padded = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
-            source = new.reshape(new.shape[0], heads * size).view(torch.uint8)
             written = padded.index_put((slots,), source)[: pages * places]
             return written.view(cache.dtype).view(cache.shape)
 

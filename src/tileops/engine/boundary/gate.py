@@ -20,10 +20,11 @@ def _build() -> Callable[[], bool]:
         functorch: Any = torch._C._are_functorch_transforms_active
         dispatch: Any = torch._C._len_torch_dispatch_stack
         function: Any = torch._C._len_torch_function_stack
-        tracing: Any = torch._C._get_tracing_state
+        tracing: Any = torch._C._is_tracing
         included: Any = torch._C._dispatch_tls_is_dispatch_key_included
         pre_dispatch: Any = torch._C.DispatchKey.PreDispatch
-        compiling: Any = torch.compiler.is_compiling
+        compiler: Any = torch.compiler
+        compiler._is_compiling_flag  # noqa: B018  (is_compiling() is a call more)
         _forward_ad._current_level  # noqa: B018
     except AttributeError:
         return lambda: False
@@ -35,8 +36,8 @@ def _build() -> Callable[[], bool]:
             or function()  # torch function modes, set_default_device
             or functorch()  # grad, vmap, jvp, functionalize
             or forward_ad._current_level >= 0  # dual tensors carry tangents invisibly
-            or tracing() is not None  # torch.jit.trace
-            or compiling()  # non-strict export
+            or tracing()  # torch.jit.trace
+            or compiler._is_compiling_flag  # non-strict export
             or included(pre_dispatch)  # pre-dispatch make_fx keeps its mode elsewhere
         )
 

@@ -30,24 +30,33 @@ class OpState:
 
 
 _lock = threading.RLock()
-_states: weakref.WeakValueDictionary[tuple[type, str], OpState] = weakref.WeakValueDictionary()
+_states: dict[tuple[type, str], weakref.ref[OpState]] = {}
+# By hand and not a WeakValueDictionary: a compiled graph looks here at every call of every op.
 _pinned: dict[tuple[type, str], Any] = {}
 
 
 def state_of(cls: type, key: str, canonical: bool, make: Callable[[], Any]) -> OpState:
     """The shared state of ``key``; ``make`` gives the op it runs on when the state is new."""
     with _lock:
-        state = _states.get((cls, key))
+        found = _states.get((cls, key))
+        state = None if found is None else found()
         if state is None:
             state = OpState(key, canonical)
             state.op = make()
-            _states[(cls, key)] = state
+            _states[(cls, key)] = weakref.ref(state, lambda dead: _forget((cls, key), dead))
         return state
+
+
+def _forget(place: tuple[type, str], dead: weakref.ref[OpState]) -> None:
+    # Without the lock: this runs in whichever thread collects, whatever that thread holds.
+    if _states.get(place) is dead:  # else a new state has taken the place
+        _states.pop(place, None)
 
 
 def resolve(cls: Any, key: str) -> OpState:
     """The state a compiled graph names. Raises ``InstanceKeyError``."""
-    state = _states.get((cls, key))
+    found = _states.get((cls, key))
+    state = None if found is None else found()
     if state is None:
         with _lock:
             op = _pinned.get((cls, key))
