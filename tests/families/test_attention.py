@@ -46,6 +46,10 @@ SIZES = [
     {"s_q": 7, "s_kv": 7, "heads": 3, "kv_heads": 3},
     {"s_q": 5, "s_kv": 13, "heads": 6, "kv_heads": 1, "size": 5},
     {"s_q": 2, "s_kv": 3, "heads": 8, "kv_heads": 4, "size": 64},
+    # From 16 keys on torch's kernel serves; the decomposition is checked beside it.
+    {"s_q": 1, "s_kv": 19, "batch": 1},
+    {"s_q": 17, "s_kv": 17, "batch": 1, "heads": 2, "kv_heads": 1},
+    {"s_q": 3, "s_kv": 37, "batch": 1, "heads": 3, "kv_heads": 1, "size": 7},
 ]
 
 
@@ -59,10 +63,6 @@ def test_gqa(sizes, causal, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [{"batch": 0}, {"s_q": 0}, {"heads": 0, "kv_heads": 1}, {"size": 0}])
 def test_empty(sizes, dtype):
-    if sizes == {"size": 0}:
-        # Nothing is summed: every score is 0, and there is nothing to output.
-        assert GQADenseFwdOp(sm_scale=1.0)(**qkv(**sizes, dtype=dtype)).shape == (2, 3, 4, 0)
-        return
     check(GQADenseFwdOp(), qkv(**sizes, dtype=dtype))
 
 
@@ -73,6 +73,16 @@ def test_empty(sizes, dtype):
 def test_windows(s_q, left, right, causal):
     op = GQADenseFwdOp(is_causal=causal, window_size_left=left, window_size_right=right)
     check(op, qkv(batch=1, s_q=s_q, s_kv=7, heads=2, kv_heads=1))
+
+
+@pytest.mark.parametrize("s_q", [1, 3, 20])
+@pytest.mark.parametrize("left", [-1, 15, 17])
+@pytest.mark.parametrize("right", [-1, 0, 2])
+@pytest.mark.parametrize("causal", [False, True])
+def test_windows_over_more_keys(s_q, left, right, causal):
+    op = GQADenseFwdOp(is_causal=causal, window_size_left=left, window_size_right=right)
+    check(op, qkv(batch=1, s_q=s_q, s_kv=20, heads=2, kv_heads=1))
+    assert op.last_call.kernel == "sdpa"
 
 
 def test_masks_align_to_the_last_query_and_key():
@@ -190,13 +200,21 @@ def test_gqa_strides(dtype):
     check(GQADenseFwdOp(is_causal=True), {"q": q, "k": k, "v": v})
 
 
+@pytest.mark.parametrize("keys", [1, 4, 15, 16, 17, 33])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_is_not_hidden(dtype, keys):
+    for causal, window in ((False, -1), (True, -1), (True, 1)):
+        op = GQADenseFwdOp(is_causal=causal, window_size_left=window)
+        made = qkv(batch=1, s_q=keys, s_kv=keys, heads=2, kv_heads=2, dtype=dtype)
+        made["q"][0, keys // 2, 0, 0] = math.nan
+        result = check(op, made)
+        assert result[0, keys // 2, 0].isnan().all()
+        assert int(result.isnan().sum()) == 8
+        check(op, {**made, "k": torch.full_like(made["k"], math.nan)})
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_special_values_stay_in_their_heads_and_rows(dtype):
-    made = qkv(batch=1, s_q=4, s_kv=4, heads=2, kv_heads=2, dtype=dtype)
-    made["q"][0, 1, 0, 0] = math.nan
-    result = check(GQADenseFwdOp(is_causal=True), made)
-    assert result[0, 1, 0].isnan().all()
-    assert int(result.isnan().sum()) == 8
     made = qkv(batch=1, s_q=4, s_kv=4, heads=2, kv_heads=2, dtype=dtype)
     made["v"][0, 2, 1, 3] = math.inf
     result = GQADenseFwdOp(is_causal=True)(**made)
@@ -394,6 +412,9 @@ def test_cache_write_strides(dtype):
     for name in ("k", "v", "slot_mapping"):
         for _, view in strided(made[name]):
             check(PagedKVCacheWriteFwdOp(), {**cache_call(dtype=dtype), name: view})
+    one = {n: torch.randn(1, 1, 1, 2).to(dtype)[..., ::2] for n in ("k_cache", "v_cache")}
+    row = {n: torch.randn(1, 1, 2).to(dtype)[..., ::2] for n in "kv"}  # contiguous, of stride 2
+    check(PagedKVCacheWriteFwdOp(), {**one, **row, "slot_mapping": torch.zeros(1).long()})
     whole = torch.randn(2, 3, 4, 2, 5).to(dtype)  # caches of one allocation
     check(PagedKVCacheWriteFwdOp(), {**made, "k_cache": whole[0], "v_cache": whole[1]})
     with poisoned():

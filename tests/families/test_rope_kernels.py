@@ -80,7 +80,10 @@ def test_rope(shape, rotary, index, dtype):
 
 @pytest.mark.parametrize("base", [10000.0, 500000.0, 1.0, 0.5, 1e-3])
 def test_angles_are_exact_at_any_position(base):
-    positions = torch.tensor([0, 1, 2, 3, 1000, 65535, 131071, 2**24 + 1])
+    # Rates of a base below 1 grow to 1 / base: at 2^24 turns of 1000 radians the angle in float64, the
+    # oracle's own, is off by as much as the tolerance.
+    last = 2**24 + 1 if base > 0.01 else 2**17 + 1
+    positions = torch.tensor([0, 1, 2, 3, 1000, 65535, 131071, last])
     x = torch.randn(len(positions), 1, 128)
     check(run_rope(x, positions, base=base), rope64(x, positions, base))
 
