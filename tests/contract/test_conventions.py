@@ -43,11 +43,15 @@ def test_equal_instances_share_one_graph():
     run = compiled(_call)
     # Spelled differently, equal once normalised.
     for op in (
-        LayerNormFwdOp((8,)), LayerNormFwdOp(8), LayerNormFwdOp([8], 1e-5),
-        LayerNormFwdOp(torch.Size([8]), eps=0.00001), LayerNormFwdOp(normalized_shape=8),
+        LayerNormFwdOp((8,), 1.0), LayerNormFwdOp(8, 1), LayerNormFwdOp([8], 1.0),
+        LayerNormFwdOp(torch.Size([8]), eps=1), LayerNormFwdOp(normalized_shape=8, eps=1.0),
     ):  # fmt: skip
         run(op, X)
     assert graphs() == 1
+    torch._dynamo.config.error_on_recompile = False
+    for op in (LayerNormFwdOp(8), LayerNormFwdOp(8, 1e-5), LayerNormFwdOp(8, target=None)):
+        run(op, X)
+    assert graphs() == 2
 
 
 @fresh

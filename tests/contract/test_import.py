@@ -172,6 +172,10 @@ for name in {MODULES}:
         # Only kernels, and what they share, may need it.
         assert "import of triton" in str(error), (name, error)
         assert ".kernels." in name or name.startswith("tileops.lib"), name
+{ALL_CLASSES}
+for cls in ops:
+    for name in cls.kernel.cpu if cls.kernel else ():
+        importlib.import_module(cls.kernel_package + ".kernels." + name.partition(":")[0])
 import torch
 from tests.compile_contract import CASES
 for case in CASES.values():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
+from typing import Any
+
 import torch
 
 from tileops.authoring import KernelInterface, Op
@@ -35,6 +38,12 @@ class GQADenseFwdOp(Op):
     """
 
     kernel = KernelInterface(cuda=("gqa_dense:SDPA",), cpu=("gqa_dense:SDPAOnCPU",))
+
+    def plan_sizes(self, dims: Mapping[str, Any]) -> Hashable | None:
+        """For one query every kernel takes keys of any number; few are a kernel's matter."""
+        if dims["S_q"] != 1:
+            return None
+        return (min(dims["S_kv"], 64), *(dims[name] for name in ("B", "H", "H_kv", "D", "P_rope")))
 
     @staticmethod
     def decomposition(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -31,7 +31,7 @@ __all__ = ["Op"]
 def _plan(state: OpState, facts: Any, arguments: tuple[Any, ...]) -> Plan:
     plan = make_plan(state, facts, arguments)
     if settings().validate_inputs:
-        state.plans.pop(facts, None)  # what index inputs hold is a fact of each call
+        state.plans.clear()  # what index inputs hold is a fact of each call
         check_content(state.op, plan.made.call, arguments)
     return plan
 
@@ -122,6 +122,11 @@ class Op:
 
     def setup(self) -> None:
         """Hook of a subclass: derive constants or sub-ops from the parameters with ``settle``."""
+
+    def plan_sizes(self, dims: Mapping[str, Any]) -> Hashable | None:
+        """Hook of a subclass whose calls grow: what of ``dims`` decides its kernel and how that is
+        launched, so that calls which agree in it share a plan. None: every size."""
+        return None
 
     def settle(self, **attributes: Any) -> None:
         """Set attributes during ``setup``; afterwards an op is immutable."""

@@ -74,11 +74,16 @@ def _branch(cls: Any, inputs: tuple[Any, ...], op: Any, out: Any) -> Branch:
     )
 
 
-def call_spec(op: Any, inputs: tuple[Any, ...], out: Any) -> tuple[CallSpec, Branch]:
-    """Check a call and give its facts. Raises ``CheckError`` before any work."""
+def call_spec(
+    op: Any, inputs: tuple[Any, ...], out: Any, checked: Any = None
+) -> tuple[CallSpec, Branch]:
+    """Check a call and give its facts. Raises ``CheckError`` before any work.
+
+    ``checked``: what the op's signature gave, where the caller has asked it already.
+    """
     cls = type(op)
     entry = cls.entry
-    outputs, dims, device = cls._signature(op, *inputs, out)
+    outputs, dims, device = checked or cls._signature(op, *inputs, out)
     if device is None:
         device = op._params.get("device") or torch.get_default_device()
     branch = _branch(cls, inputs, op, out)
@@ -275,19 +280,38 @@ def _tuned(op: Any, call: CallSpec, inputs: tuple[Any, ...]) -> tuple[Selection,
     return Selection(kernel, (*refused, *losers)), entry
 
 
+def _place(op: Any, facts: Any, arguments: tuple[Any, ...], dims: Any) -> Any:
+    """Where the plan of a call stands: its facts, or those of them that the op says matter."""
+    sizes = op.plan_sizes(dims) if arguments else None
+    if sizes is None:
+        return facts
+    seen = tuple(
+        None if t is None else (t.dtype, t.device, t.is_contiguous(), t.data_ptr() & 15, t.is_neg())
+        for t in arguments
+    )
+    return (facts[0], facts[1], seen, sizes)
+
+
 def make_plan(state: OpState, facts: Any, arguments: tuple[Any, ...]) -> Plan:
     """Check, decide, build, store. Nothing is stored when anything fails."""
     op = state.op
     entry = type(op).entry
     count = len(entry.inputs)
     inputs, out = arguments[:count], arguments[count] if entry.has_out else None
-    call, branch = call_spec(op, inputs, out)
+    checked = type(op)._signature(op, *inputs, out)
+    place = _place(op, facts, arguments, checked[1])
+    known = state.plans.get(place)
+    if known is not None:
+        return known
+    call, branch = call_spec(op, inputs, out, checked)
     run, made = _meta(call) if call.device.type == "meta" else _serve(op, call, state, inputs)
     plan = Plan(finished(run, op, call, branch, arguments), made)
     with state.lock:
         while len(state.plans) >= settings().plan_limit:
             state.plans.pop(next(iter(state.plans)))
-        state.plans[facts] = plan
+        # A foreign kernel is built for exact sizes, and a tuned one was timed at them.
+        exact = made.target != targets.BUILTIN or state.tune
+        state.plans[facts if exact else place] = plan
     if record.listening():
         record.emit("plan", op=call.op, key=call.key, target=made.target, kernel=made.kernel,
                     decided_by=made.decided_by, refused=made.refused)  # fmt: skip

@@ -1,0 +1,112 @@
+"""Calls of every op, from the manifests: each class, its workloads scaled down, in every dtype."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+
+from tileops import CheckError, Op
+from tileops.engine.errors import ManifestError
+from tileops.engine.manifest.catalog import families, load_family
+from tileops.engine.manifest.entry import Workload
+from tileops.engine.workloads import WorkloadCall, workload_inputs
+
+__all__ = ["op_classes", "workload_call", "workload_cases", "workloads_in_every_dtype"]
+
+
+@cache
+def op_classes() -> dict[str, type[Op]]:
+    """Every implemented op class by name."""
+    found = {}
+    for family, path in families().items():
+        module = importlib.import_module(f"tileops.{family}")
+        for name, entry in load_family(path).items():
+            if entry.status == "implemented":
+                found[name] = getattr(module, name)
+    return found
+
+
+def workloads_in_every_dtype(name: str) -> list[tuple[str, Workload]]:
+    """Each workload of a class in each combination of dtypes that its rules allow."""
+    cls = op_classes()[name]
+    found: dict[tuple[Any, ...], tuple[str, Workload]] = {}
+    for workload in cls.entry.workloads:
+        for dtypes in itertools.product(*cls.entry.dtypes.values()):
+            chosen = dict(zip(cls.entry.dtypes, dtypes, strict=True))
+            changed = dataclasses.replace(workload, dtypes=chosen)
+            label = "-".join((workload.label, *dtypes))
+            if dict(workload.dtypes) == chosen or _binds(cls, changed):
+                found[workload.label, dtypes] = (label, changed)
+    used = [{w.dtypes[v] for _, w in found.values()} for v in cls.entry.dtypes]
+    assert used == [set(d) for d in cls.entry.dtypes.values()], f"{name}: a dtype has no workload"
+    return list(found.values())
+
+
+def _binds(cls: type[Op], workload: Workload) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    try:
+        made = workload_inputs(cls, workload, "cpu", FakeTensorMode())
+        cls._signature(made.op, *made.inputs.values(), None)
+    except (CheckError, ManifestError):
+        return False
+    return True
+
+
+def workload_cases(family: str) -> list[Any]:
+    """Parameters ``(class name, workload)`` of every workload of a family in every dtype."""
+    import pytest
+
+    return [
+        pytest.param(name, workload, id=f"{name}-{label}")
+        for name, cls in op_classes().items()
+        if cls.entry.family == family
+        for label, workload in workloads_in_every_dtype(name)
+    ]
+
+
+def workload_call(name: str, workload: Workload, seed: int, most: int | None = 4096) -> WorkloadCall:
+    """A call of at most ``most`` elements a tensor, variances and scales positive."""
+    made = workload_inputs(op_classes()[name], workload, scale_to=most, seed=seed)
+    fill = _FILL.get(name)
+    if fill is not None:
+        fill(made)
+    return made
+
+
+def _positive(*names: str) -> Any:
+    def fill(made: WorkloadCall) -> None:
+        for name in names:
+            tensor = made.inputs[name]
+            if tensor is not None:
+                tensor.abs_().add_(0.1)
+
+    return fill
+
+
+_FILL: dict[str, Any] = {
+    "BatchNormFwdOp": _positive("running_var"),
+    "GQADenseFwdOp": _positive("q_scale", "k_scale", "v_scale"),
+    "PagedKVCacheWriteFwdOp": _positive("k_scale", "v_scale"),
+}
+"""What a normal distribution gives wrong: a variance, a scale."""
+
+
+def float32_calls(name: str, seed: int, most: int = 96) -> list[WorkloadCall]:
+    """The workloads of a class in float32, small, one for each side-effect branch they take."""
+    cls, found = op_classes()[name], {}
+    for _, workload in workloads_in_every_dtype(name):
+        floats = [d for d in workload.dtypes.values() if "float" in d]
+        if all(d == "float32" for d in floats) and (floats or not workload.dtypes):
+            made = workload_call(name, workload, seed, most)
+            present = tuple(t is not None for t in made.inputs.values())
+            found.setdefault((present, str(made.op._params.get("inplace"))), made)
+    assert found, f"{name}: no workload in float32"
+    assert cls.entry.inputs or found
+    return list(found.values())

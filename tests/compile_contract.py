@@ -1,0 +1,321 @@
+"""The compile contract's samples: at least one for every operator of every class with a boundary.
+
+``@cold(class, operator)`` registers a function that takes a batch size and gives a call: the op and its
+inputs. ``tests/contract/test_compile_contract.py`` compiles each in a process that has never called an
+op; other modules of ``tests/contract`` use the same calls. What a call means says ``tests/oracle.py``.
+
+A class, an operator of it, or a kind of signature that has no sample here fails a test there.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+__all__ = ["CASES", "Call", "Case", "classes_with_a_boundary", "cold", "exact_call", "op_class"]
+
+Tensors = dict[str, "torch.Tensor | None"]
+
+
+@dataclass
+class Call:
+    """One call of ``op`` with ``inputs`` by name, in manifest order (then ``out``, where given).
+
+    ``returns``: what comes back, in order: a value, None for an output that does not exist, the name
+    of the input (or ``out``) that is that output. ``written``: what inputs hold afterwards.
+    """
+
+    op: Any
+    inputs: Tensors
+    returns: tuple[torch.Tensor | str | None, ...] = ()
+    written: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments, as the entry wants them."""
+        by_name = {item.name for item in self.op.entry.inputs if item.kw_only} | {"out"}
+        positional = tuple(t for name, t in self.inputs.items() if name not in by_name)
+        return positional, {name: t for name, t in self.inputs.items() if name in by_name}
+
+    def run(self, function: Callable[..., Any] | None = None) -> Any:
+        """The result of calling ``function``, or else the op."""
+        args, kwargs = self.arguments
+        return (function or self.op)(*args, **kwargs)
+
+    def check(self, result: Any) -> None:
+        """Raise ``AssertionError`` unless ``result`` and the written inputs are as declared."""
+        results = result if isinstance(result, tuple) else (result,) if self.returns else ()
+        assert self.returns or result is None, result
+        assert len(results) == len(self.returns), result
+        for given, wanted in zip(results, self.returns, strict=True):
+            if isinstance(wanted, str):
+                assert given is self.inputs[wanted], f"the output is not the tensor '{wanted}'"
+            elif wanted is None:
+                assert given is None
+            else:
+                _close(given, wanted)
+        for name, wanted in self.written.items():
+            given = self.inputs[name]
+            assert given is not None
+            _close(given, wanted)
+
+
+def _close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    # float32 sums of at most 64 terms of order 1: 64 * 2**-24, and as much again for the functions.
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=1e-5, atol=1e-5)
+
+
+def exact_call(op: Any, inputs: Tensors) -> Call:
+    """The call of ``op`` with these inputs, and what it must give."""
+    from tests.oracle import EXACT
+
+    entry = op.entry
+    outputs, written = EXACT[entry.name](op, **{i.name: inputs.get(i.name) for i in entry.inputs})
+    written = dict(written)
+    if inputs.get("out") is not None:
+        (written["out"],) = outputs
+    returns = tuple(
+        "out"
+        if output.buffer and "out" in written
+        else output.is_input
+        if output.is_input in written
+        else value
+        for output, value in zip(entry.outputs, outputs, strict=True)
+    )
+    return Call(op, inputs, returns, written)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A registered sample. ``op``: ``family.Class``; ``operator``: without the namespace."""
+
+    name: str
+    op: str
+    operator: str
+    backend: str
+    sample: Callable[..., Tensors]
+    params: Mapping[str, Any]
+
+    def make(self, batch: int) -> Call:
+        """A new call, the same for the same batch."""
+        params = {name: _literal(value) for name, value in self.params.items()}
+        torch.manual_seed(batch)
+        return exact_call(op_class(self.op)(**params), self.sample(batch))
+
+
+def _literal(value: Any) -> Any:
+    if not (isinstance(value, str) and value.endswith(")")):
+        return value
+    import tileops.moe.layouts  # noqa: F401  (defines what a layout's text names)
+    from tileops.engine.signature.literal import read
+
+    return read(value)
+
+
+CASES: dict[str, Case] = {}
+
+
+def cold(op: str, operator: str, backend: str = "aot_eager", **params: Any) -> Any:
+    """Register a sample of ``op`` that takes the branch whose operator is ``operator``.
+
+    The op is made with ``params``; one that is text ending in ``)`` is a literal. Sizes that follow
+    ``batch`` are free: one graph must serve any.
+    """
+
+    def register(sample: Callable[[int], Tensors]) -> Callable[[int], Tensors]:
+        name = sample.__name__
+        assert name not in CASES, name
+        CASES[name] = Case(name, op, operator, backend, sample, params)
+        return sample
+
+    return register
+
+
+def op_class(path: str) -> Any:
+    """The class ``family.Class``."""
+    family, name = path.split(".")
+    return getattr(importlib.import_module(f"tileops.{family}"), name)
+
+
+def classes_with_a_boundary() -> set[str]:
+    """``family.Class`` of every implemented entry of the package that has a boundary."""
+    from tileops.engine.manifest.catalog import families, load_family
+
+    return {
+        f"{family}.{entry.name}"
+        for family, path in families().items()
+        for entry in load_family(path).values()
+        if entry.status == "implemented" and entry.has_boundary
+    }
+
+
+# ---- elementwise ---------------------------------------------------------------------------------
+
+
+@cold("elementwise.AddFwdOp", "elementwise_add_fwd", "inductor", alpha=0.5)
+def add(batch: int) -> Tensors:
+    return {"input": torch.randn(batch, 8), "other": torch.randn(8)}
+
+
+@cold("elementwise.MulFwdOp", "elementwise_mul_fwd")
+def mul(batch: int) -> Tensors:
+    return {"input": torch.randn(batch, 8), "other": torch.randn(batch, 1)}
+
+
+@cold("elementwise.SiLUFwdOp", "elementwise_silu_fwd")
+def silu(batch: int) -> Tensors:
+    return {"input": torch.randn(batch, 8)}
+
+
+@cold("elementwise.SiLUFwdOp", "elementwise_silu_fwd_writes_input", "inductor", inplace=True)
+def silu_inplace(batch: int) -> Tensors:
+    return {"input": torch.randn(batch, 8)}
+
+
+@cold("elementwise.SiLUAndMulFwdOp", "elementwise_silu_and_mul_fwd")
+def silu_and_mul(batch: int) -> Tensors:
+    return {"input": torch.randn(batch, 16)}
+
+
+@cold("elementwise.GELUFwdOp", "elementwise_gelu_fwd")
+def gelu(batch: int) -> Tensors:
+    return {"input": torch.randn(batch, 8)}
+
+
+# ---- norm ----------------------------------------------------------------------------------------
+
+
+@cold("norm.RMSNormFwdOp", "norm_rms_norm_fwd", "inductor", normalized_shape=(8,), eps=1e-5)
+def rms_norm(batch: int) -> Tensors:
+    return {"x": torch.randn(batch, 8), "weight": torch.randn(8)}
+
+
+@cold("norm.RMSNormFwdOp", "norm_rms_norm_fwd", normalized_shape=(3, 8))
+def rms_norm_without_weight(batch: int) -> Tensors:
+    return {"x": torch.randn(batch, 3, 8), "weight": None}
+
+
+@cold("norm.LayerNormFwdOp", "norm_layer_norm_fwd", normalized_shape=(8,))
+def layer_norm(batch: int) -> Tensors:
+    return {"input": torch.randn(batch, 8), "weight": None, "bias": torch.randn(8)}
+
+
+@cold("norm.FusedAddRMSNormFwdOp", "norm_fused_add_rms_norm_fwd", "inductor")
+def fused_add_rms_norm(batch: int) -> Tensors:
+    x, residual = torch.randn(2, batch, 8)
+    return {"input": x, "residual": residual, "weight": torch.randn(8)}
+
+
+def _batch_norm(batch: int, running: bool) -> Tensors:
+    weight, bias, mean = torch.randn(3, 3)
+    inputs: Tensors = {"input": torch.randn(batch, 3, 5), "running_mean": None, "running_var": None}
+    if running:
+        inputs |= {"running_mean": mean, "running_var": torch.rand(3) + 0.5}
+    return {**inputs, "weight": weight, "bias": bias}
+
+
+@cold("norm.BatchNormFwdOp", "norm_batch_norm_fwd", training=True)
+def batch_norm_of_the_batch(batch: int) -> Tensors:
+    return _batch_norm(batch, running=False)
+
+
+@cold(
+    "norm.BatchNormFwdOp",
+    "norm_batch_norm_fwd_writes_running_mean_writes_running_var",
+    training=True,
+    momentum=0.25,
+)
+def batch_norm_training(batch: int) -> Tensors:
+    return _batch_norm(batch, running=True)
+
+
+@cold(
+    "norm.BatchNormFwdOp",
+    "norm_batch_norm_fwd_without_save_mean_without_save_invstd",
+    "inductor",
+)
+def batch_norm_evaluation(batch: int) -> Tensors:
+    return _batch_norm(batch, running=True)
+
+
+# ---- reduction, rope, gemm -----------------------------------------------------------------------
+
+
+@cold("reduction.SoftmaxFwdOp", "reduction_softmax_fwd", dim=-1)
+def softmax(batch: int) -> Tensors:
+    return {"x": torch.randn(batch, 4, 8)}
+
+
+@cold("rope.RoPENeoxPositionIdsFwdOp", "rope_neox_position_ids_fwd", max_position=256, rotary_dim=6)
+def rope(batch: int) -> Tensors:
+    return {"x": torch.randn(batch, 2, 8), "positions": torch.arange(batch) * 3}
+
+
+@cold("gemm.GEMMFwdOp", "gemm_fwd", "inductor")
+def gemm(batch: int) -> Tensors:
+    return {"a": torch.randn(batch, 8), "b": torch.randn(6, 8)}
+
+
+# ---- attention -----------------------------------------------------------------------------------
+
+
+@cold("attention.GQADenseFwdOp", "attention_gqa_dense_fwd", is_causal=True)
+def gqa_dense(batch: int) -> Tensors:
+    k, v = torch.randn(2, batch, 5, 2, 8)
+    inputs: Tensors = {"q": torch.randn(batch, 3, 4, 8), "k": k, "v": v}
+    absent = ("q_scale", "k_scale", "v_scale", "rope_cos", "rope_sin", "sinks")
+    return {**inputs, **dict.fromkeys(absent)}
+
+
+@cold(
+    "attention.PagedKVCacheWriteFwdOp",
+    "attention_paged_kv_cache_write_fwd_writes_k_cache_writes_v_cache",
+    "inductor",
+)
+def paged_kv_cache_write(batch: int) -> Tensors:
+    k, v = torch.randn(2, batch, 2, 4)
+    k_cache, v_cache = torch.randn(2, 64, 2, 2, 4)
+    slots = torch.arange(batch) * 2 + 1
+    slots[:1] = -1
+    inputs: Tensors = {"k": k, "v": v, "k_cache": k_cache.clone(), "v_cache": v_cache.clone()}
+    return {**inputs, "slot_mapping": slots, "k_scale": None, "v_scale": None}
+
+
+# ---- mixture of experts --------------------------------------------------------------------------
+
+TIGHT = "ContiguousLayoutSpec(packing='tight', metadata_kind='per_row')"
+
+
+@cold("moe.MoEGroupedGEMMFwdOp", "moe_grouped_gemm_fwd", layout=TIGHT)
+def grouped_gemm(batch: int) -> Tensors:
+    experts = torch.arange(batch) * 3 // max(batch, 1)
+    inputs: Tensors = {"a": torch.randn(batch, 8), "b": torch.randn(3, 6, 8)}
+    return {**inputs, "layout_metadata": experts.int(), "bias": torch.randn(3, 6)}
+
+
+@cold("moe.MoEGroupedGEMMFwdOp", "moe_grouped_gemm_fwd_out", "inductor", layout=TIGHT)
+def grouped_gemm_out(batch: int) -> Tensors:
+    return {**grouped_gemm(batch), "out": torch.full((batch, 6), -1.0)}
+
+
+@cold("moe.MoEGroupedGEMMFwdOp", "moe_grouped_gemm_fwd", layout="MaskedLayoutSpec(max_m=4)")
+def grouped_gemm_masked(batch: int) -> Tensors:
+    counts = torch.arange(batch, dtype=torch.int32) % 5
+    inputs: Tensors = {"a": torch.randn(batch, 4, 8), "b": torch.randn(batch, 6, 8)}
+    return {**inputs, "layout_metadata": counts, "bias": None}
+
+
+@cold("moe.MoEPostPermuteFwdOp", "moe_post_permute_fwd", layout=TIGHT)
+def post_permute(batch: int) -> Tensors:
+    order = torch.arange(2 * batch, dtype=torch.int32).flip(0)
+    inputs: Tensors = {"expert_output": torch.randn(2 * batch, 8)}
+    return {**inputs, "topk_weights": torch.randn(batch, 2), "inverse_indices": order}
+
+
+@cold("moe.MoEPostPermuteFwdOp", "moe_post_permute_fwd_out", layout=TIGHT)
+def post_permute_out(batch: int) -> Tensors:
+    return {**post_permute(batch), "out": torch.full((batch, 8), -1.0)}

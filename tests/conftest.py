@@ -1,0 +1,22 @@
+"""Fresh random inputs in every run; the seed is among the captured output of a test that fails."""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    """Seeds ``torch`` and ``random``. ``TILEOPS_TEST_SEED=<number>`` repeats a run."""
+    import torch
+
+    given = os.environ.get("TILEOPS_TEST_SEED")
+    number = int(given) if given else secrets.randbits(32)
+    print(f"TILEOPS_TEST_SEED={number}")
+    random.seed(number)
+    torch.manual_seed(number)
+    return number

@@ -1,0 +1,637 @@
+"""What each op means, written a second time, and the one way to hold an op to it.
+
+``EXACT[class](op, **inputs)`` gives the outputs, then the new values of written inputs by name, in
+float64 (integers exactly). Every meaning here is written from the op's reference, slowly and
+plainly; none is the op's decomposition. ``check`` calls an op on memory that is poisoned with NaN
+and compares it within ``tileops.backend.tolerances``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from tileops.backend.tolerances import compare
+from tileops.engine.plan import in_tree_kernels
+from tileops.engine.select import claimants
+
+__all__ = ["EXACT", "alibi_slope", "call", "check", "exact", "poisoned", "same_bits", "strided"]
+
+Outputs = tuple[torch.Tensor | None, ...]
+Meaning = tuple[Outputs, dict[str, torch.Tensor]]
+
+
+# ---- norm -----------------------------------------------------------------------------------
+
+
+def _rms(values: torch.Tensor, dims: tuple[int, ...], eps: float) -> torch.Tensor:
+    return values / ((values * values).mean(dims, keepdim=True) + eps).sqrt()
+
+
+def rms_norm(op: Any, x: torch.Tensor, weight: torch.Tensor | None) -> Meaning:
+    # Without eps: the epsilon of the dtype in which sums are formed.
+    least = torch.finfo(torch.float64 if x.dtype is torch.float64 else torch.float32).eps
+    dims = tuple(range(x.ndim - len(op.normalized_shape), x.ndim))
+    result = _rms(x.double(), dims, least if op.eps is None else op.eps)
+    return (result if weight is None else result * weight.double(),), {}
+
+
+def layer_norm(
+    op: Any, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
+) -> Meaning:
+    dims = tuple(range(input.ndim - len(op.normalized_shape), input.ndim))
+    centred = input.double() - input.double().mean(dims, keepdim=True)
+    result = centred / ((centred * centred).mean(dims, keepdim=True) + op.eps).sqrt()
+    result = result if weight is None else result * weight.double()
+    return (result if bias is None else result + bias.double(),), {}
+
+
+def fused_add_rms_norm(
+    op: Any, input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+) -> Meaning:
+    # The sum is rounded before it is normalised: that rounding is part of the meaning.
+    total = (input.double() + residual.double()).to(input.dtype).double()
+    return (_rms(total, (-1,), op.eps) * weight.double(), total), {}
+
+
+def batch_norm(
+    op: Any,
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> Meaning:
+    channels = input.shape[1]
+    rows = input.double().transpose(0, 1).flatten(1)
+    written: dict[str, torch.Tensor] = {}
+    if op.training:
+        mean = rows.mean(1)
+        squares = ((rows - mean[:, None]) ** 2).sum(1)
+        var = squares / rows.shape[1]
+        if running_mean is not None and running_var is not None:
+            unbiased, m = squares / (rows.shape[1] - 1), op.momentum
+            written["running_mean"] = (1 - m) * running_mean.double() + m * mean
+            written["running_var"] = (1 - m) * running_var.double() + m * unbiased
+        saved: Outputs = (mean, 1 / (var + op.eps).sqrt())
+    else:
+        assert running_mean is not None
+        assert running_var is not None
+        mean, var, saved = running_mean.double(), running_var.double(), (None, None)
+    scale = torch.ones(channels) if weight is None else weight
+    shift = torch.zeros(channels) if bias is None else bias
+    result = torch.empty(input.shape, dtype=torch.float64)
+    for c in range(channels):
+        normal = (input[:, c].double() - mean[c]) / (var[c] + op.eps).sqrt()
+        result[:, c] = normal * scale[c].double() + shift[c].double()
+    return (result, *saved), written
+
+
+# ---- elementwise ----------------------------------------------------------------------------
+
+
+def _wrapped(value: int, dtype: torch.dtype) -> int:
+    """Two's complement, as hardware adds."""
+    info = torch.iinfo(dtype)
+    return (value - info.min) % (info.max - info.min + 1) + info.min
+
+
+def _integers(
+    function: Callable[[int, int], int], input: torch.Tensor, other: torch.Tensor
+) -> torch.Tensor:
+    first, second = torch.broadcast_tensors(input, other)
+    values = [
+        function(int(a), int(b))
+        for a, b in zip(first.flatten().tolist(), second.flatten().tolist(), strict=True)
+    ]
+    if input.dtype is torch.bool:
+        return torch.tensor([bool(v) for v in values], dtype=torch.bool).view(first.shape)
+    wrapped = [_wrapped(v, input.dtype) for v in values]
+    return torch.tensor(wrapped, dtype=input.dtype).view(first.shape)
+
+
+def add(op: Any, input: torch.Tensor, other: torch.Tensor) -> Meaning:
+    if input.is_floating_point():
+        return (input.double() + op.alpha * other.double(),), {}
+    return (_integers(lambda a, b: a + int(op.alpha) * b, input, other),), {}
+
+
+def mul(op: Any, input: torch.Tensor, other: torch.Tensor) -> Meaning:
+    if input.is_floating_point():
+        return (input.double() * other.double(),), {}
+    return (_integers(lambda a, b: a * b, input, other),), {}
+
+
+def _silu(x: torch.Tensor) -> torch.Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def _gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    if approximate == "tanh":
+        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+        return 0.5 * x * (1 + torch.tanh(inner))
+    # erfc: for negative x, 1 + erf(x) would be a difference of nearly equal numbers.
+    return 0.5 * x * torch.erfc(-x / math.sqrt(2))
+
+
+def silu(op: Any, input: torch.Tensor) -> Meaning:
+    result = _silu(input.double())
+    return (result,), ({"input": result} if op.inplace else {})
+
+
+def silu_and_mul(op: Any, input: torch.Tensor) -> Meaning:
+    gate, up = input.double().chunk(2, -1)
+    return (_silu(gate) * up,), {}
+
+
+def gelu(op: Any, input: torch.Tensor) -> Meaning:
+    return (_gelu(input.double(), op.approximate),), {}
+
+
+def alibi_slope(head: int, heads: int) -> float:
+    """By the recursion of the paper's published code."""
+    if math.log2(heads).is_integer():
+        ratio = 2 ** (-(2 ** -(math.log2(heads) - 3)))
+        return ratio ** (head + 1)
+    below = 2 ** math.floor(math.log2(heads))
+    return alibi_slope(head, below) if head < below else alibi_slope(2 * (head - below), 2 * below)
+
+
+def alibi(op: Any) -> Meaning:
+    result = torch.empty(op.num_heads, op.seq_len, op.seq_len, dtype=torch.float64)
+    for h in range(op.num_heads):
+        for i in range(op.seq_len):
+            for j in range(op.seq_len):
+                result[h, i, j] = -alibi_slope(h, op.num_heads) * abs(i - j)
+    return (result,), {}
+
+
+def sinusoidal(op: Any) -> Meaning:
+    result = torch.empty(op.seq_len, op.d_model, dtype=torch.float64)
+    for place in range(op.seq_len):
+        for i in range(op.d_model // 2):
+            angle = place / 10000.0 ** (2 * i / op.d_model)
+            result[place, 2 * i], result[place, 2 * i + 1] = math.sin(angle), math.cos(angle)
+    return (result,), {}
+
+
+# ---- reduction, rope, gemm --------------------------------------------------------------------
+
+
+def softmax(op: Any, x: torch.Tensor) -> Meaning:
+    axis = op.dim
+    if axis is None:  # torch.nn.functional.softmax's rule
+        axis = 0 if x.ndim in (0, 1, 3) else 1
+    values = (x if op.dtype is None else x.to(op.dtype)).double()
+    if not values.numel():
+        return (values,), {}
+    powers = torch.exp(values - values.amax(axis, keepdim=True))
+    return (powers / powers.sum(axis, keepdim=True),), {}
+
+
+def rope_neox(op: Any, x: torch.Tensor, positions: torch.Tensor) -> Meaning:
+    size = x.shape[-1] if op.rotary_dim is None else op.rotary_dim
+    half = size // 2
+    result = x.double().clone()
+    for n, position in enumerate(positions.tolist()):
+        for i in range(half):
+            turn = position * op.base ** (-2 * i / size)
+            cosine, sine = math.cos(turn), math.sin(turn)
+            first, second = x[n, :, i].double(), x[n, :, i + half].double()
+            result[n, :, i] = first * cosine - second * sine
+            result[n, :, i + half] = second * cosine + first * sine
+    return (result,), {}
+
+
+def gemm(op: Any, a: torch.Tensor, b: torch.Tensor) -> Meaning:
+    rows = (a.t() if op.trans_a else a).double()
+    columns = (b if op.trans_b else b.t()).double()
+    return ((rows[:, None, :] * columns[None, :, :]).sum(-1),), {}
+
+
+# ---- attention ------------------------------------------------------------------------------
+
+
+def _turned(row: torch.Tensor, cosine: list[float], sine: list[float], layout: str) -> torch.Tensor:
+    """One head's ``[D]``, rotated pair by pair."""
+    half = len(cosine)
+    result = row.clone()
+    for i in range(half):
+        p, q = (i, i + half) if layout == "neox" else (2 * i, 2 * i + 1)
+        result[p] = row[p] * cosine[i] - row[q] * sine[i]
+        result[q] = row[q] * cosine[i] + row[p] * sine[i]
+    return result
+
+
+def _all_turned(
+    x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, start: int, layout: str
+) -> torch.Tensor:
+    result = x.clone()
+    cosines, sines = cosine.double().tolist(), sine.double().tolist()
+    for b in range(x.shape[0]):
+        for s in range(x.shape[1]):
+            for h in range(x.shape[2]):
+                place = start + s
+                result[b, s, h] = _turned(x[b, s, h], cosines[place], sines[place], layout)
+    return result
+
+
+def gqa_dense(
+    op: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_scale: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    rope_cos: torch.Tensor | None,
+    rope_sin: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> Meaning:
+    batch, s_q, heads, size = q.shape
+    s_kv, kv_heads = k.shape[1], k.shape[2]
+    group = heads // kv_heads
+    query, key, value = q.double(), k.double(), v.double()
+    if q_scale is not None and k_scale is not None and v_scale is not None:
+        for h in range(heads):
+            query[:, :, h] *= q_scale[:, h // group].double()[:, None, None]
+        key *= k_scale.double()[:, None, :, None]
+        value *= v_scale.double()[:, None, :, None]
+    if rope_cos is not None and rope_sin is not None:
+        query = _all_turned(query, rope_cos, rope_sin, s_kv - s_q, op.rope_layout)
+        key = _all_turned(key, rope_cos, rope_sin, 0, op.rope_layout)
+    scale = 1 / math.sqrt(size or 1) if op.sm_scale is None else op.sm_scale
+    result = torch.zeros(batch, s_q, heads, size, dtype=torch.float64)
+    for b in range(batch):
+        for h in range(heads):
+            for i in range(s_q):
+                seen = _seen(op, i + s_kv - s_q, s_kv)
+                if not seen:
+                    continue
+                scores = key[b, seen, h // group] @ query[b, i, h] * scale
+                if op.softcap is not None:
+                    scores = op.softcap * torch.tanh(scores / op.softcap)
+                all_scores = scores
+                if sinks is not None:
+                    all_scores = torch.cat((scores, sinks[h : h + 1].double()))
+                if all_scores.max() == -math.inf:
+                    continue  # as if nothing were seen
+                weights = torch.exp(scores - all_scores.max())
+                total = torch.exp(all_scores - all_scores.max()).sum()
+                result[b, i, h] = (weights[:, None] * value[b, seen, h // group]).sum(0) / total
+    return (result,), {}
+
+
+def _seen(op: Any, place: int, s_kv: int) -> list[int]:
+    """The keys that the query at ``place`` sees."""
+    return [
+        j
+        for j in range(s_kv)
+        if (not op.is_causal or j <= place)
+        and (op.window_size_left < 0 or j >= place - op.window_size_left)
+        and (op.window_size_right < 0 or j <= place + op.window_size_right)
+    ]
+
+
+def paged_kv_cache_write(
+    op: Any,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> Meaning:
+    written = {}
+    for name, new, cache, scale in (
+        ("k_cache", k, k_cache, k_scale),
+        ("v_cache", v, v_cache, v_scale),
+    ):
+        result = cache.double()
+        for n, slot in enumerate(slot_mapping.tolist()):
+            if slot >= 0:
+                page, place = divmod(slot, cache.shape[1])
+                row = new[n].double()
+                if scale is not None:
+                    top = torch.finfo(cache.dtype).max
+                    row = (row / scale.double()).clamp(-top, top)
+                result[page, place] = row
+        written[name] = result
+    return (), written
+
+
+# ---- moe --------------------------------------------------------------------------------------
+
+
+def _owners(layout: Any, metadata: torch.Tensor, rows: int) -> list[int]:
+    """The expert of each row, -1 where none."""
+    if layout.metadata_kind == "per_row":
+        return metadata.tolist()
+    owners, end = [-1] * rows, 0
+    for expert, stop in enumerate(metadata.tolist()):
+        start = math.ceil(end / layout.alignment) * layout.alignment
+        for row in range(start, stop):
+            owners[row] = expert
+        end = stop
+    return owners
+
+
+def _activated(values: torch.Tensor, activation: str | None) -> torch.Tensor:
+    """Of one row ``[2*N]``."""
+    if activation is None:
+        return values
+    if activation == "swigluoai":
+        gate, up = values[0::2], values[1::2]
+        gate, up = torch.minimum(gate, gate.new_tensor(7.0)), torch.clamp(up, -7.0, 7.0)
+        return (up + 1) * gate / (1 + torch.exp(-1.702 * gate))
+    gate, up = values.chunk(2)
+    return (_silu(gate) if activation == "silu_and_mul" else _gelu(gate)) * up
+
+
+def _grouped(
+    layout: Any,
+    activation: str | None,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    metadata: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    width = b.shape[1] if activation is None else b.shape[1] // 2
+    rows = a.double().reshape(-1, a.shape[-1])
+    if layout.masked:
+        counts = metadata.tolist()
+        owners = [e if r < counts[e] else -1 for e in range(len(counts)) for r in range(layout.max_m)]
+    else:
+        owners = _owners(layout, metadata, len(rows))
+    result = torch.zeros(len(rows), width, dtype=torch.float64)
+    for r, expert in enumerate(owners):
+        if expert >= 0:
+            values = (b[expert].double() * rows[r]).sum(1)
+            if bias is not None:
+                values = values + bias[expert].double()
+            result[r] = _activated(values, activation)
+    return result.view(*a.shape[:-1], width)
+
+
+def grouped_gemm(
+    op: Any,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    layout_metadata: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> Meaning:
+    return (_grouped(op.layout, op.activation, a, b, layout_metadata, bias),), {}
+
+
+def expert_mlp(
+    op: Any,
+    expert_input: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    layout_metadata: torch.Tensor,
+    b_gate_up: torch.Tensor | None,
+    b_down: torch.Tensor | None,
+) -> Meaning:
+    hidden = _grouped(
+        op.layout, op.activation, expert_input, w_gate_up, layout_metadata, b_gate_up
+    )
+    return (_grouped(op.layout, None, hidden, w_down, layout_metadata, b_down),), {}
+
+
+def post_permute(
+    op: Any, expert_output: torch.Tensor, topk_weights: torch.Tensor, inverse_indices: torch.Tensor
+) -> Meaning:
+    rows = expert_output.double().reshape(-1, expert_output.shape[-1])
+    tokens, chosen = topk_weights.shape
+    scale = 1.0 if op.epilogue is None else op.epilogue.routed_scaling_factor
+    result = torch.zeros(tokens, rows.shape[1], dtype=torch.float64)
+    for t in range(tokens):
+        for n in range(chosen):
+            row = rows[int(inverse_indices[t * chosen + n])]
+            result[t] += scale * float(topk_weights[t, n]) * row
+    return (result,), {}
+
+
+EXACT: dict[str, Callable[..., Meaning]] = {
+    "AddFwdOp": add,
+    "AlibiFwdOp": alibi,
+    "BatchNormFwdOp": batch_norm,
+    "FusedAddRMSNormFwdOp": fused_add_rms_norm,
+    "GELUFwdOp": gelu,
+    "GEMMFwdOp": gemm,
+    "GQADenseFwdOp": gqa_dense,
+    "LayerNormFwdOp": layer_norm,
+    "MoEExpertMLPFwdOp": expert_mlp,
+    "MoEGroupedGEMMFwdOp": grouped_gemm,
+    "MoEPostPermuteFwdOp": post_permute,
+    "MulFwdOp": mul,
+    "PagedKVCacheWriteFwdOp": paged_kv_cache_write,
+    "RMSNormFwdOp": rms_norm,
+    "RoPENeoxPositionIdsFwdOp": rope_neox,
+    "SiLUAndMulFwdOp": silu_and_mul,
+    "SiLUFwdOp": silu,
+    "SinusoidalFwdOp": sinusoidal,
+    "SoftmaxFwdOp": softmax,
+}
+
+
+def exact(op: Any, inputs: dict[str, torch.Tensor | None]) -> Meaning:
+    """The meaning of a call, its inputs untouched; absent inputs may be left out."""
+    whole = {item.name: inputs.get(item.name) for item in op.entry.inputs}
+    assert set(inputs) <= set(whole), set(inputs) - set(whole)
+    return EXACT[type(op).__name__](op, **whole)
+
+
+# ---- holding an op to it --------------------------------------------------------------------
+
+_M_PERTURB = -6
+_FREE_ZEROS_HAND_OUT_ONES = 0x100
+"""glibc fills what it hands out with the complement of the lowest byte: 0xff, a NaN in every float
+dtype and -1 in every integer one. It is 0x100, not 0, because 0 means off."""
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Within it fresh memory holds NaN (or -1), whoever asks for it: torch's kernels too."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    on = mallopt is not None and mallopt(_M_PERTURB, _FREE_ZEROS_HAND_OUT_ONES)
+    try:
+        if on:
+            assert torch.empty(64).isnan().all(), "the memory is not poisoned"
+        yield
+    finally:
+        if on:
+            mallopt(_M_PERTURB, 0)
+
+
+def call(op: Any, inputs: dict[str, torch.Tensor | None], **more: Any) -> Any:
+    """Call ``op`` with inputs by name, each the way its entry wants it."""
+    items = op.entry.inputs
+    args = [inputs.get(item.name) for item in items if not item.kw_only]
+    while args and args[-1] is None:
+        args.pop()
+    named = {i.name: inputs[i.name] for i in items if i.kw_only and inputs.get(i.name) is not None}
+    return op(*args, **named, **more)
+
+
+def _copies(inputs: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+    """The same values at the same strides, in memory of their own."""
+    return {name: None if t is None else _copy(t) for name, t in inputs.items()}
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    own = torch.empty(0, dtype=tensor.dtype)
+    storage = tensor.untyped_storage().clone()
+    return own.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes, so that NaNs and signed zeros compare as they are."""
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+    return plain.flatten().view(torch.uint8)
+
+
+def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b))
+
+
+def check(
+    op: Any,
+    inputs: dict[str, torch.Tensor | None],
+    *,
+    out: torch.Tensor | None = None,
+    both_paths: bool = True,
+) -> Any:
+    """Call ``op`` and hold result, written and unwritten tensors to the op's meaning.
+
+    With ``both_paths`` the operator, as the dispatcher and a compiled graph reach it, must give the
+    same bits as the direct call, and every other kernel that takes the call must be right too.
+    Returns what the op returned.
+    """
+    before, twin = _copies(inputs), _copies(inputs)
+    more = {} if out is None else {"out": out}
+    with poisoned():
+        result = call(op, inputs, **more)
+    outputs, written = exact(op, before)
+    results = result if isinstance(result, tuple) else (result,) if outputs else ()
+    assert outputs or result is None, result
+    assert len(results) == len(outputs), results
+    kind = op.entry.kind
+    for declared, given, wanted in zip(op.entry.outputs, results, outputs, strict=True):
+        label = f"{op!r}: {declared.name}"
+        if wanted is None:
+            assert given is None, label
+            continue
+        _check_output(label, op, given, wanted, kind)
+        if declared.is_input in written:
+            assert given is inputs[str(declared.is_input)], label
+        elif out is not None:
+            assert given is out, label
+        else:
+            _check_own(label, given, inputs, results)
+    for name, tensor in inputs.items():
+        if name in written:
+            assert tensor is not None
+            found = compare(tensor, written[name], kind)
+            assert found.ok, f"{op!r}: written {name}: {found.text}"
+        else:
+            assert same_bits(tensor, before[name]), f"{op!r}: {name} was changed"
+    if both_paths and op.entry.has_boundary:
+        _check_operator(op, twin, out, results, {n: inputs[n] for n in written})
+        _check_other_kernels(op, before, out, (outputs, written))
+    return result
+
+
+def _check_other_kernels(
+    op: Any, inputs: dict[str, torch.Tensor | None], out: torch.Tensor | None, meaning: Meaning
+) -> None:
+    last = op.last_call
+    kernels, _ = claimants(last.call, in_tree_kernels(type(op), "cpu"))
+    for kernel in kernels:
+        if kernel.name == last.kernel:
+            continue
+        entry = kernel.entry_for(last.call)
+        artifact = entry.build()
+        run = artifact if entry.bind is None else entry.bind(artifact, last.call)
+        whole = {item.name: inputs.get(item.name) for item in op.entry.inputs}
+        given = {n: None if t is None else t.clone().contiguous() for n, t in whole.items()}
+        with poisoned():
+            buffer = [] if not op.entry.has_out else [None if out is None else torch.empty_like(out)]
+            result = run(*given.values(), *buffer)
+        label = f"{op!r} by {kernel.name}: "
+        results = (*buffer,) if out is not None else result if isinstance(result, tuple) else (result,)
+        for declared, one, wanted in zip(op.entry.outputs, results, meaning[0], strict=False):
+            if wanted is not None and declared.is_input not in meaning[1]:
+                assert one is not None, label
+                _check_output(label + declared.name, op, one, wanted, op.entry.kind)
+        for name, wanted in meaning[1].items():
+            tensor = given[name]
+            assert tensor is not None
+            found = compare(tensor, wanted, op.entry.kind)
+            assert found.ok, f"{label}written {name}: {found.text}"
+
+
+def _check_output(
+    label: str, op: Any, given: torch.Tensor, wanted: torch.Tensor, kind: str
+) -> None:
+    assert isinstance(given, torch.Tensor), label
+    assert given.shape == wanted.shape, (label, given.shape, wanted.shape)
+    found = compare(given, wanted, kind)
+    assert found.ok, f"{label} ({given.dtype}): {found.text}"
+
+
+def _check_own(
+    label: str, given: torch.Tensor, inputs: dict[str, torch.Tensor | None], results: Any
+) -> None:
+    """An op's own output is contiguous and shares memory with nothing."""
+    assert given.is_contiguous(), label
+    assert not given.requires_grad, label
+    if not given.numel():
+        assert all(given is not t for t in inputs.values()), label
+        return
+    others = [t for t in (*inputs.values(), *results) if t is not None and t is not given]
+    for other in others:
+        shared = other.numel() and (
+            other.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
+        )
+        assert not shared, f"{label} shares memory with an input or another output"
+
+
+def _check_operator(
+    op: Any,
+    inputs: dict[str, torch.Tensor | None],
+    out: torch.Tensor | None,
+    results: tuple[Any, ...],
+    written: dict[str, torch.Tensor | None],
+) -> None:
+    whole = {item.name: inputs.get(item.name) for item in op.entry.inputs}
+    more = {} if out is None else {"out": torch.full_like(out, 7)}
+    again = op._call_boundary(**whole, **more)
+    both = again if isinstance(again, tuple) else (again,) if results else ()
+    for one, other in zip(results, both, strict=True):
+        assert same_bits(one, other), f"{op!r}: the operator gives other bits than the direct call"
+    for name, tensor in written.items():
+        assert same_bits(tensor, inputs[name]), f"{op!r}: the operator writes other bits to {name}"
+
+
+def strided(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same values at other addresses and strides, none of them overlapping itself."""
+    flat = tensor.new_empty(tensor.numel() + 1)
+    yield "misaligned", flat[1:].view(tensor.shape).copy_(tensor)
+    if tensor.ndim:
+        spread = tensor.new_empty((*tensor.shape[:-1], tensor.shape[-1] * 2))
+        yield "every other", spread[..., ::2].copy_(tensor)
+        offset = tensor.new_empty((*tensor.shape[:-1], tensor.shape[-1] + 3))
+        yield "inner part", offset[..., 1 : tensor.shape[-1] + 1].copy_(tensor)
+    if tensor.ndim > 1:
+        yield "transposed", tensor.transpose(0, -1).contiguous().transpose(0, -1)
+    if tensor.ndim > 2:
+        yield "middle", tensor.transpose(0, 1).contiguous().transpose(0, 1)
