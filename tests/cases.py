@@ -17,7 +17,9 @@ from tileops.engine.manifest.catalog import families, load_family
 from tileops.engine.manifest.entry import Workload
 from tileops.engine.workloads import WorkloadCall, workload_inputs
 
-__all__ = ["op_classes", "workload_call", "workload_cases", "workloads_in_every_dtype"]
+__all__ = [
+    "float32_calls", "op_classes", "workload_call", "workload_cases", "workloads_in_every_dtype",
+]  # fmt: skip
 
 
 @cache
@@ -99,14 +101,18 @@ _FILL: dict[str, Any] = {
 
 
 def float32_calls(name: str, seed: int, most: int = 96) -> list[WorkloadCall]:
-    """The workloads of a class in float32, small, one for each side-effect branch they take."""
+    """The workloads of a class in float32, small, one for each presence of inputs and write."""
+    return [workload_call(name, workload, seed, None) for workload in _float32(name, most)]
+
+
+@cache
+def _float32(name: str, most: int) -> list[Workload]:
     cls, found = op_classes()[name], {}
     for _, workload in workloads_in_every_dtype(name):
-        floats = [d for d in workload.dtypes.values() if "float" in d]
-        if all(d == "float32" for d in floats) and (floats or not workload.dtypes):
-            made = workload_call(name, workload, seed, most)
+        if all(d == "float32" for d in workload.dtypes.values() if "float" in d):
+            made = workload_call(name, workload, 0, most)
             present = tuple(t is not None for t in made.inputs.values())
-            found.setdefault((present, str(made.op._params.get("inplace"))), made)
+            written = tuple(bool(i.mutated) and str(made.op._params) for i in cls.entry.inputs)
+            found.setdefault((present, written), made.workload)
     assert found, f"{name}: no workload in float32"
-    assert cls.entry.inputs or found
     return list(found.values())

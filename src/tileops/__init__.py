@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from tileops._lazy import register_operators
     from tileops.engine.errors import (
         AmbiguousTargetError,
         BackendError,
@@ -31,8 +32,9 @@ if TYPE_CHECKING:
     )
 
 _HOME = {
-    "Op": "op",
-    "recording": "record",
+    "Op": "engine.op",
+    "recording": "engine.record",
+    "register_operators": "_lazy",
     **dict.fromkeys(
         (
             "AmbiguousTargetError",
@@ -42,7 +44,7 @@ _HOME = {
             "TileopsError",
             "UnknownTargetError",
         ),
-        "errors",
+        "engine.errors",
     ),
     **dict.fromkeys(
         (
@@ -53,7 +55,7 @@ _HOME = {
             "set_default_target",
             "use_target",
         ),
-        "targets",
+        "engine.targets",
     ),
 }
 
@@ -69,6 +71,7 @@ __all__ = [
     "default_target",
     "load_failures",
     "recording",
+    "register_operators",
     "registered_targets",
     "set_default_target",
     "use_target",
@@ -77,7 +80,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        return getattr(importlib.import_module(f"tileops.engine.{_HOME[name]}"), name)
+        return getattr(importlib.import_module(f"tileops.{_HOME[name]}"), name)
     raise AttributeError(f"module 'tileops' has no attribute {name!r}")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["family_door"]
+__all__ = ["family_door", "register_operators"]
 
 _CLASS = re.compile(r"^class ([A-Z]\w*)[(:]", re.MULTILINE)
 
@@ -37,3 +37,24 @@ def family_door(package: str, folder: str) -> tuple[Callable[[str], Any], Callab
         return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
 
     return getattribute, lambda: sorted(scan())
+
+
+def register_operators(*families: str) -> tuple[str, ...]:
+    """Define the torch operators of ``families`` (all of them where none is named), which otherwise
+    happens when a class is first used; gives their names.
+
+    A process that loads an exported program or an AOTInductor package calls this first. Raises
+    ``ValueError`` for an unknown family.
+    """
+    root = Path(__file__).parent
+    known = sorted(path.parent.name for path in root.glob("*/manifest.yaml"))
+    names: list[str] = []
+    for family in families or known:
+        if family not in known:
+            raise ValueError(
+                f"register_operators: unknown family {family!r}; known: {', '.join(known)}"
+            )
+        door = importlib.import_module(f"tileops.{family}")
+        for name in dir(door):
+            names += getattr(getattr(door, name), "compile_op_names", ())
+    return tuple(names)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 
 from tests.manifests import entry_of, entry_text, marked_line, write_manifest
 from tileops.engine.manifest.catalog import families, family_file, load_family
-from tileops.engine.manifest.document import load_document
+from tileops.engine.manifest.document import load_document, schema
 from tileops.engine.manifest.entry import MISSING, Branch
+from tileops.engine.manifest.expr import DTYPES, FUNCTIONS
 
 EVERYTHING = """\
 # A comment.
@@ -293,3 +296,38 @@ def test_lines_fall_away_in_plain_data(tmp_path):
     plain = load_document(write_manifest(tmp_path, EVERYTHING)).plain()
     assert plain["ThingFwdOp"]["workloads"][1]["dims"] == {"B": [], "D": 8, "N": 4}
     assert plain["ThingFwdOp"]["signature"]["inputs"]["rows"]["content"]["min"] == -1
+
+
+# ---- the reference page --------------------------------------------------------------------------
+
+PAGE = (Path(__file__).parents[2] / "docs" / "manifest.md").read_text(encoding="utf-8")
+
+
+def test_the_page_explains_an_entry_that_is_sound(tmp_path):
+    blocks = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    (text,) = [block for block in blocks if block[0].isalpha()]
+    (entry,) = load_family(write_manifest(tmp_path, text)).values()
+    assert [branch.suffix for branch in entry.branches] == [
+        "",
+        "_without_save_mean",
+        "_writes_running_mean_writes_running_var",
+    ]
+
+
+def test_the_page_names_every_field_function_type_and_dtype():
+    fields = set()
+
+    def walk(value):
+        if isinstance(value, dict):
+            fields.update(value.get("properties", {}))
+            for child in value.values():
+                walk(child)
+
+    walk(schema())
+    types = {"bool", "int", "float", "number", "str", "dtype", "device", "ints", "object"}
+    for word in fields | types | set(DTYPES):
+        assert f"`{word}`" in PAGE, word
+    for name in [*FUNCTIONS, "passed"]:
+        assert f"`{name}(" in PAGE, name
+    assert "`enum(" in PAGE
+    assert "`int[2]`" in PAGE

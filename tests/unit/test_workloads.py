@@ -38,7 +38,10 @@ GatherFwdOp:
     rules: [{require: "M % 2 == 0", message: even}]
   workloads:
     - {label: plain, dims: {B: [3], N: 64, M: 50}, passed: [half], dtypes: {T: float32}}
-    - {label: rows, dims: {B: [], N: 6, M: 4, K: 3}, params: {rows: true, pages: 2}, dtypes: {T: float8_e4m3fn, host: int32}}
+    - label: rows
+      dims: {B: [], N: 6, M: 4, K: 3}
+      params: {rows: true, pages: 2}
+      dtypes: {T: float8_e4m3fn, host: int32}
     - {label: empty, dims: {B: [0], N: 2, M: 0}, params: {pages: 0}, dtypes: {T: bool}}
     - {label: impossible, dims: {B: [0], N: 2, M: 2}, params: {pages: -1}, dtypes: {T: float16}}
     - {label: silent, dims: {B: [0], N: 2, M: 2}}
@@ -180,7 +183,7 @@ def test_what_a_workload_must_say(gather):
 def test_scaling_halves_the_largest_and_keeps_rules(gather):
     row = workload(gather, "plain")
     small = scaled(gather, row, 32)
-    # x had 192 elements: N goes to 8. Then M may not be halved to 25, and nothing else helps.
+    # x had 192 elements, and has 24; M may not be halved to 25.
     assert small.dims == {"B": (3,), "N": 8, "M": 50}
     assert (small.label, small.params, small.passed) == (row.label, row.params, row.passed)
     assert workload_inputs(gather, row, scale_to=32).workload == small

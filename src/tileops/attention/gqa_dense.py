@@ -37,13 +37,17 @@ class GQADenseFwdOp(Op):
     multiplied by their scales ``[B, H_kv]``. API: ``flash_attn_interface.flash_attn_func``.
     """
 
+    window_size_left: int
+
     kernel = KernelInterface(cuda=("gqa_dense:SDPA",), cpu=("gqa_dense:SDPAOnCPU",))
 
     def plan_sizes(self, dims: Mapping[str, Any]) -> Hashable | None:
         """For one query every kernel takes keys of any number; few are a kernel's matter."""
         if dims["S_q"] != 1:
             return None
-        return (min(dims["S_kv"], 64), *(dims[name] for name in ("B", "H", "H_kv", "D", "P_rope")))
+        windowed = 0 <= self.window_size_left < dims["S_kv"] - 1
+        same = (dims[name] for name in ("B", "H", "H_kv", "D", "P_rope"))
+        return (min(dims["S_kv"], 64), windowed, *same)
 
     @staticmethod
     def decomposition(

@@ -42,6 +42,8 @@ class SiLUAndMulFwdOp(Op):
 class GELUFwdOp(Op):
     """``x * Φ(x)`` of ``input`` ``[*S]``, exact or with ``approximate="tanh"``.
 
+    Infinities follow torch on the device (NaN on the CPU).
+
     API: ``torch.nn.functional.gelu``.
     """
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import types
+import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -28,7 +29,8 @@ def _fresh(result: torch.Tensor, inputs: tuple[Any, ...]) -> torch.Tensor:
     for tensor in inputs:
         if tensor is not None and tensor.untyped_storage().data_ptr() == pointer:
             return result.clone(memory_format=torch.contiguous_format)
-    return result
+    # A view made under no_grad could not be written later where gradients are on; .data is none.
+    return result.data if result._is_view() else result
 
 
 def _runner(function: Callable[..., Any], call: CallSpec, has_out: bool, is_input: str) -> Any:
@@ -76,7 +78,7 @@ def decomposition_kernels(
 
         @classmethod
         def entry_for(cls, call: CallSpec) -> Entry:
-            identity = ("decomposition", call.key, call.device.type)
+            identity = ("decomposition", function, call.key, call.device.type)
             return Entry(identity, lambda: function, lambda f, c: _runner(f, c, has_out, is_input))
 
     class Inductor(Kernel):
@@ -101,7 +103,7 @@ def decomposition_kernels(
                 None if s is None else (s.dtype, *(size == 1 for size in s.shape))
                 for s in call.inputs.values()
             )
-            identity = ("inductor", call.key, specs, tuple(sorted(call.written)))
+            identity = ("inductor", function, call.key, specs, tuple(sorted(call.written)))
             return Entry(
                 identity,
                 lambda: _compiled(function),
@@ -123,17 +125,35 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     own.__kwdefaults__ = function.__kwdefaults__
     compiled = torch.compile(own, dynamic=True, fullgraph=True)
     first = threading.Lock()
-    ready = False
+    ready = given_up = False
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        nonlocal ready
-        # Inference only: gradients are the boundary's affair, and must not split the graph cache.
+        nonlocal ready, given_up
+        # Gradients are the boundary's affair: what requires one, or is a Parameter, must neither be
+        # recorded here nor split the compiled code by kind of tensor.
         with torch.no_grad():
-            if ready:
-                return compiled(*args, **kwargs)
-            with first:  # compiled at the first call: by one thread
-                result = compiled(*args, **kwargs)
-                ready = True
+            plain = [
+                a.detach() if isinstance(a, torch.Tensor) and not a.is_inference() else a
+                for a in args
+            ]
+            if given_up:
+                return function(*plain, **kwargs)
+            try:
+                if ready:
+                    return compiled(*plain, **kwargs)
+                with first:  # compiled at the first call: by one thread
+                    result = compiled(*plain, **kwargs)
+                    ready = True
+                    return result
+            except Exception as error:  # noqa: BLE001  (whatever a disabled or full compiler raises)
+                result = function(*plain, **kwargs)  # raises where the fault is not the compiler's
+                given_up = True
+                problem = str(error).splitlines()[0] if str(error) else type(error).__name__
+                warnings.warn(
+                    f"tileops: {function.__qualname__} runs uncompiled from now on: {problem}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
                 return result
 
     return run

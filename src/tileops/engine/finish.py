@@ -79,10 +79,12 @@ def _writing(run: Run, check: Callable[..., None], written: list[int], returned:
 
     def writing(*args: Any) -> Any:
         check(args)
-        result = run(*args)
-        for n in written:
-            if not args[n].is_inference():  # an inference tensor has no version
-                bump(args[n])
+        try:
+            result = run(*args)
+        finally:  # a kernel that failed may have written some of it
+            for n in written:
+                if not args[n].is_inference():  # an inference tensor has no version
+                    bump(args[n])
         return result if returned is None else args[returned]
 
     return writing

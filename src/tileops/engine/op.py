@@ -13,6 +13,7 @@ import torch
 from tileops.engine import targets
 from tileops.engine.boundary.generate import MISSING_ARGUMENT, Boundary, _superfluous, make_calls
 from tileops.engine.boundary.instances import OpState, state_of
+from tileops.engine.boundary.owners import claim
 from tileops.engine.boundary.refusals import refuse_without_storage
 from tileops.engine.content import check_content
 from tileops.engine.errors import CheckError, ImmutableOpError, ManifestError
@@ -80,12 +81,22 @@ class Op:
         if cls.__name__ not in entries:
             raise ManifestError(f"{path}:1", cls.__name__, "the file has no entry of this name")
         cls.entry = entries[cls.__name__]
+        taken = sorted({param.name for param in cls.entry.params} & set(dir(Op)))
+        if taken:
+            raise ManifestError(
+                cls.entry.where,
+                cls.__name__,
+                f"parameter '{taken[0]}' has the name of a member of Op",
+            )
+        owner = claim(cls, cls.entry)
         cls.kernel_package = module.__name__.rpartition(".")[0]
-        cls._signature = staticmethod(make_signature(cls.entry))
+        cls._signature = staticmethod(make_signature(cls.entry, owner.suffix))
         cls._check_params = staticmethod(make_constructor_check(cls.entry))
         if "__init__" not in cls.__dict__:
             _give_constructor(cls)
-        cls._boundary = make_calls(cls, cls.entry, _plan, targets.epoch, targets.context_target)
+        cls._boundary = make_calls(
+            cls, cls.entry, owner, _plan, targets.epoch, targets.context_target
+        )
         cls.compile_op_names = tuple(o.name for o in cls._boundary.operators)
 
     def __init__(self, *args: Any, target: str | None = None, **kwargs: Any) -> None:
@@ -111,21 +122,21 @@ class Op:
         self.setup()
 
         def twin() -> Op:
-            # The op that shared work runs on. Not self: the state must not keep its users alive.
+            # The op that shared work runs on. Not self: the state must not keep its users alive. And
+            # without the state: the two would be a cycle.
             other = object.__new__(type(self))
             other.__dict__.update(own)
             return other
 
-        state = state_of(type(self), key, canonical, twin)
-        own["_state"] = state
-        state.op.__dict__["_state"] = state
+        own["_state"] = state_of(type(self), key, canonical, twin)
 
     def setup(self) -> None:
         """Hook of a subclass: derive constants or sub-ops from the parameters with ``settle``."""
 
     def plan_sizes(self, dims: Mapping[str, Any]) -> Hashable | None:
-        """Hook of a subclass whose calls grow: what of ``dims`` decides its kernel and how that is
-        launched, so that calls which agree in it share a plan. None: every size."""
+        """Hook of a subclass whose calls grow: calls that agree in the result share a plan. None:
+        every size counts. All that a kernel's ``refuses``, ``entry_for`` and ``bind`` branch on must
+        be in it."""
         return None
 
     def settle(self, **attributes: Any) -> None:

@@ -6,7 +6,7 @@ A plan holds what was decided: checks passed, target, kernel entry, how outputs 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -175,9 +175,9 @@ def _builtin(
     op: Any, call: CallSpec, decision: targets.Decision, state: OpState, inputs: Any
 ) -> Any:
     selection, entry = resolve_entry(op, call)
-    refused = selection.refused
     if state.tune and not _capturing(call):
         selection, entry = _tuned(op, call, inputs)
+    refused = selection.refused
     # A CUDA module is loaded into one device's context: another device builds its own.
     identity = (targets.BUILTIN, entry.identity, call.device.type, call.device.index)
     if _capturing(call) and not is_built(identity):
@@ -217,8 +217,11 @@ def _external(op: Any, call: CallSpec, decision: targets.Decision) -> Any:
 
 def _verified(kernel: Any, call: CallSpec, target: str, entry: Any) -> Callable[..., Any]:
     """Check the first result of a foreign kernel against the signature, then trust it."""
-    written = "out" in call.written or _is_input(entry) in call.written
-    checked = written or not entry.outputs
+    alone = len(entry.outputs) == 1
+    carried = "out" if "out" in call.written else _is_input(entry)
+    written = carried in call.written
+    place = len(call.inputs) if carried == "out" else [*call.inputs, ""].index(carried)
+    checked = not entry.outputs
 
     def run(*args: Any) -> Any:
         nonlocal checked
@@ -228,11 +231,23 @@ def _verified(kernel: Any, call: CallSpec, target: str, entry: Any) -> Callable[
             error.add_note(f"raised by target {target!r} while it served {call}")
             raise
         if not checked:
-            _check_result(call, target, result, args)
+            if written:
+                _check_written(call, target, result, carried, args[place])
+            else:
+                _check_result(call, target, result, args)
             checked = True
-        return result
+        return result[0] if alone and isinstance(result, tuple) else result
 
     return run
+
+
+def _check_written(call: CallSpec, target: str, result: Any, name: str, given: Any) -> None:
+    """Raises ``BackendError`` where a kernel returned what it should have written."""
+    value = result[0] if isinstance(result, tuple) and len(result) == 1 else result
+    if isinstance(value, torch.Tensor) and _storage(value) != _storage(given):
+        raise BackendError(
+            f"{call.op}: target {target!r} returned a new tensor instead of writing '{name}'"
+        )
 
 
 def _check_result(call: CallSpec, target: str, result: Any, args: tuple[Any, ...]) -> None:
@@ -257,6 +272,11 @@ def _check_result(call: CallSpec, target: str, result: Any, args: tuple[Any, ...
                 f"{list(value.stride())} on {value.device}; the signature says contiguous "
                 f"{spec.dtype}{list(spec.shape)} on {spec.device}"
             )
+        if value.requires_grad or value.is_neg():
+            problem = "requires grad" if value.requires_grad else "is a lazily negated view"
+            raise BackendError(
+                f"{start}: output '{name}' {problem}; a kernel returns plain results"
+            )
         storage = _storage(value)
         if storage in taken:
             raise BackendError(f"{start}: output '{name}' is {taken[storage]}")
@@ -276,7 +296,7 @@ def _tuned(op: Any, call: CallSpec, inputs: tuple[Any, ...]) -> tuple[Selection,
     from tileops.engine.tune import fastest
 
     kernels, refused = claimants(call, in_tree_kernels(type(op), call.device.type))
-    kernel, entry, losers = fastest(call, kernels, inputs)
+    kernel, entry, losers = fastest(call, kernels, inputs, type(op).entry.has_out)
     return Selection(kernel, (*refused, *losers)), entry
 
 
@@ -301,9 +321,9 @@ def make_plan(state: OpState, facts: Any, arguments: tuple[Any, ...]) -> Plan:
     checked = type(op)._signature(op, *inputs, out)
     place = _place(op, facts, arguments, checked[1])
     known = state.plans.get(place)
-    if known is not None:
-        return known
     call, branch = call_spec(op, inputs, out, checked)
+    if known is not None:
+        return Plan(known.run, replace(known.made, call=call))
     run, made = _meta(call) if call.device.type == "meta" else _serve(op, call, state, inputs)
     plan = Plan(finished(run, op, call, branch, arguments), made)
     with state.lock:

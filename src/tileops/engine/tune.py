@@ -20,7 +20,7 @@ _CALLS = 10
 
 
 def fastest(
-    call: CallSpec, kernels: list[type[Kernel]], inputs: tuple[Any, ...]
+    call: CallSpec, kernels: list[type[Kernel]], inputs: tuple[Any, ...], has_out: bool
 ) -> tuple[type[Kernel], Entry, list[tuple[str, str]]]:
     """The fastest candidate and the losers with their times. Written tensors are cloned first."""
     timed: list[tuple[float, int, type[Kernel], Entry]] = []
@@ -28,7 +28,7 @@ def fastest(
     for kernel in kernels:
         for entry in kernel.candidates(call):
             try:
-                time_us = _time(call, kernel, entry, inputs)
+                time_us = _time(call, kernel, entry, inputs, has_out)
             except BackendError as error:
                 failed.append((kernel.name, str(error)))
                 continue
@@ -44,7 +44,9 @@ def fastest(
     return kernel, entry, losers + failed
 
 
-def _time(call: CallSpec, kernel: type[Kernel], entry: Entry, inputs: tuple[Any, ...]) -> float:
+def _time(
+    call: CallSpec, kernel: type[Kernel], entry: Entry, inputs: tuple[Any, ...], has_out: bool
+) -> float:
     identity = ("builtin", entry.identity, call.device.type, call.device.index)
     artifact = built(identity, entry.build, op=call.op, target="builtin", kernel=kernel.name)
     run = artifact if entry.bind is None else entry.bind(artifact, call)
@@ -56,6 +58,8 @@ def _time(call: CallSpec, kernel: type[Kernel], entry: Entry, inputs: tuple[Any,
         spec = next(iter(call.outputs.values()))
         assert spec is not None
         args.append(torch.empty(spec.shape, dtype=spec.dtype, device=spec.device))
+    elif has_out:
+        args.append(None)
     run(*args)
     rounds = [_round(lambda: run(*args), call.device.type == "cuda") for _ in range(_ROUNDS)]
     return statistics.median(rounds)

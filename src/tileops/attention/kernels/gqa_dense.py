@@ -95,6 +95,29 @@ class SDPAOnCPU(SDPA):
             return f"fewer than {CPU_KEYS} keys are seen: torch's CPU kernel gives 0 for NaN there"
         return super().refuses(call)
 
+    @classmethod
+    def entry_for(cls, call: CallSpec) -> Entry:
+        if call.spec("q").dtype.itemsize != 2:
+            return super().entry_for(call)
+        identity = ("torch.sdpa", "halves on the CPU")
+        return Entry(identity, lambda: scaled_dot_product_attention, _bind_bounded)
+
+
+def _bind_bounded(function: object, call: CallSpec) -> Run:
+    """For halves on the CPU: torch's kernel gives 0 where a score is infinite, float32's gives NaN as
+    every other one does; so inputs whose scores may overflow go there."""
+    run, width = _bind(function, call), call.spec("q").shape[3]
+
+    def bounded(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor | None
+    ) -> torch.Tensor:
+        if not q.numel() or torch.isfinite(q.abs().amax().float() * k.abs().amax().float() * width):
+            return run(q, k, v, *rest)
+        wide: torch.Tensor = run(q.float(), k.float(), v.float(), *rest)
+        return wide.to(q.dtype)
+
+    return bounded
+
 
 def _bind(_: object, call: CallSpec) -> Run:
     """The way of one call: see the module's docstring."""
@@ -132,7 +155,7 @@ def _one_query(kv_heads: int, group: int, left: int | None, scale: float | None)
         found = scaled_dot_product_attention(
             folded, k.transpose(1, 2), v.transpose(1, 2), scale=scale
         )
-        return found.contiguous().view(q.shape)
+        return _no_view(found.contiguous().view(q.shape))
 
     return run
 
@@ -214,4 +237,9 @@ def _attention(
         scale=scale,
         enable_gqa=q.shape[2] != k.shape[2],
     )
-    return found.transpose(1, 2).contiguous()
+    return _no_view(found.transpose(1, 2).contiguous())
+
+
+def _no_view(result: torch.Tensor) -> torch.Tensor:
+    """A view made under no_grad could not be written later where gradients are on; .data is none."""
+    return result.data

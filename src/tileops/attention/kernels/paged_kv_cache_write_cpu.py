@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tileops.authoring import CallSpec, Entry, Kernel
+from tileops.authoring import CallSpec, CheckError, Entry, Kernel
 
 
 def _write(
@@ -18,6 +18,11 @@ def _write(
 ) -> None:
     if not slot_mapping.numel() or not k_cache.numel():
         return
+    slots, most = k_cache.shape[0] * k_cache.shape[1], int(slot_mapping.max())
+    if most >= slots:
+        raise CheckError(
+            "PagedKVCacheWriteFwdOp", "slot_mapping", f"slot {most}", f"-1, or 0 to {slots - 1}"
+        )
     if int(slot_mapping.min()) < 0:
         keep = slot_mapping >= 0
         slot_mapping, k, v = slot_mapping[keep], k[keep], v[keep]

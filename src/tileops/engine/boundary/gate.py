@@ -24,6 +24,7 @@ def _build() -> Callable[[], bool]:
         included: Any = torch._C._dispatch_tls_is_dispatch_key_included
         pre_dispatch: Any = torch._C.DispatchKey.PreDispatch
         compiler: Any = torch.compiler
+        autocast: Any = torch._C._is_any_autocast_enabled
         compiler._is_compiling_flag  # noqa: B018  (is_compiling() is a call more)
         _forward_ad._current_level  # noqa: B018
     except AttributeError:
@@ -39,6 +40,7 @@ def _build() -> Callable[[], bool]:
             or tracing()  # torch.jit.trace
             or compiler._is_compiling_flag  # non-strict export
             or included(pre_dispatch)  # pre-dispatch make_fx keeps its mode elsewhere
+            or autocast()  # would cast what a body hands to torch
         )
 
     return direct

@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from tileops.engine.boundary.gate import direct
 from tileops.engine.boundary.instances import resolve
 from tileops.engine.boundary.naming import operator_base_name
+from tileops.engine.boundary.owners import Owner
 from tileops.engine.boundary.refusals import (
     refuse_tangents,
     refuse_without_storage,
@@ -300,7 +301,11 @@ def _operator_source(entry: Entry, branch: Branch, index: int, names: list[str])
     bump = [f"    _bump_version({n})" for n in written]
     lines = [
         f"def _body_{index}({arguments}):",
-        f"    r = _run(_resolve(_cls, instance_key), {passed})",
+        "    if _autocast():",  # what is cast is what the caller casts
+        "        with _without_autocast():",
+        f"            r = _run(_resolve(_cls, instance_key), {passed})",
+        "    else:",
+        f"        r = _run(_resolve(_cls, instance_key), {passed})",
         give,
         "",
         f"def _fake_{index}({arguments}):",
@@ -362,6 +367,7 @@ def _superfluous(self: Any, extra: tuple[Any, ...], unknown: dict[str, Any]) -> 
 def make_calls(
     cls: Any,
     entry: Entry,
+    owner: Owner,
     make_plan: Callable[..., Any],
     epoch: Callable[[], int],
     context_target: Callable[[], str | None],
@@ -373,7 +379,7 @@ def make_calls(
     branches = entry.branches if entry.has_boundary else ()
     source = calls_source(entry, branches)
     base = operator_base_name(entry.family, entry.name)
-    filename = f"tileops_generated/{entry.family}/{base}_boundary.py"
+    filename = f"tileops_generated/{entry.family}/{base}_boundary{owner.suffix}.py"
     namespace: dict[str, Any] = {
         "_cls": cls,
         "_MISSING": MISSING_ARGUMENT,
@@ -395,6 +401,8 @@ def make_calls(
         "_refuse_tangents": refuse_tangents,
         "_forward_level": lambda: forward_ad._current_level,
         "_below_autograd": torch._C._AutoDispatchBelowAutograd,
+        "_autocast": torch._C._is_any_autocast_enabled,
+        "_without_autocast": torch._C._DisableAutocast,
         "_after_autograd": torch._C._after_autograd_keyset,
     }
     namespace = compile_source(source, filename, namespace)
@@ -405,7 +413,9 @@ def make_calls(
         return Boundary((), None)
     cls._call_boundary = namespace["_call_boundary"]
     cls._run = staticmethod(namespace["_run"])
-    return _define(cls, entry, branches, base, namespace)
+    boundary = _define(cls, entry, branches, base, namespace)
+    owner.library = boundary.library
+    return boundary
 
 
 def _define(

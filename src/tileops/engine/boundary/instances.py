@@ -32,7 +32,7 @@ class OpState:
 _lock = threading.RLock()
 _states: dict[tuple[type, str], weakref.ref[OpState]] = {}
 # By hand and not a WeakValueDictionary: a compiled graph looks here at every call of every op.
-_pinned: dict[tuple[type, str], Any] = {}
+_pinned: dict[tuple[type, str], OpState] = {}
 
 
 def state_of(cls: type, key: str, canonical: bool, make: Callable[[], Any]) -> OpState:
@@ -59,23 +59,20 @@ def resolve(cls: Any, key: str) -> OpState:
     state = None if found is None else found()
     if state is None:
         with _lock:
-            op = _pinned.get((cls, key))
-            if op is None:
-                op = _recreate(cls, key)
-                _pinned[(cls, key)] = op
-        state = op._state
+            state = _pinned.get((cls, key))
+            if state is None:
+                state = _pinned[(cls, key)] = _recreate(cls, key)._state
     return state
 
 
 def _recreate(cls: Any, key: str) -> Any:
-    if "'<object " in key:
-        raise InstanceKeyError(
-            key, "a parameter has no literal form, so the op lives only in the process that made it"
-        )
     try:
         name, params = read_call(key)
         if name != cls.__name__:
             raise ValueError(f"it names {name}, the operator belongs to {cls.__name__}")
         return cls(**params)
     except (ValueError, TypeError, TileopsError) as error:
-        raise InstanceKeyError(key, str(error)) from error
+        problem = str(error)
+        if "=<object " in key:
+            problem = "a parameter has no literal form, so the op lives only where it was made"
+        raise InstanceKeyError(key, problem) from error

@@ -139,17 +139,29 @@ def _validate(text: str, tree: ast.AST) -> None:
             not isinstance(node.value, ast.Name) or node.attr.startswith("_")
         ):
             raise _reject(text, node, "must be <parameter>.<public field>")
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+            _validate_power(text, node)
         if isinstance(node, ast.Name) and node.id.startswith("_"):
             raise _reject(text, node, "begins with an underscore")
         if isinstance(node, ast.Call):
-            if not isinstance(node.func, ast.Name) or node.keywords:
-                raise _reject(text, node, "must call a named function with positional arguments")
-            if node.func.id == "passed":
-                if len(node.args) != 1 or not isinstance(node.args[0], ast.Name):
-                    raise _reject(text, node, "must name one input: passed(<input>)")
-            elif node.func.id not in FUNCTIONS:
-                known = ", ".join(sorted([*FUNCTIONS, "passed"]))
-                raise _reject(text, node, f"calls an unknown function; known: {known}")
+            _validate_call(text, node)
+
+
+def _validate_power(text: str, node: ast.BinOp) -> None:
+    power = node.right
+    if not (isinstance(power, ast.Constant) and power.value in range(129)):
+        raise _reject(text, node, "must have a constant exponent from 0 to 128")
+
+
+def _validate_call(text: str, node: ast.Call) -> None:
+    if not isinstance(node.func, ast.Name) or node.keywords:
+        raise _reject(text, node, "must call a named function with positional arguments")
+    if node.func.id == "passed":
+        if len(node.args) != 1 or not isinstance(node.args[0], ast.Name):
+            raise _reject(text, node, "must name one input: passed(<input>)")
+    elif node.func.id not in FUNCTIONS:
+        known = ", ".join(sorted([*FUNCTIONS, "passed"]))
+        raise _reject(text, node, f"calls an unknown function; known: {known}")
 
 
 @dataclass(frozen=True)

@@ -440,10 +440,10 @@ def signature_source(entry: Entry) -> tuple[str, dict[str, Any]]:
     return title + head + "\n".join(e.lines) + "\n", e.namespace
 
 
-def make_signature(entry: Entry) -> Callable[..., Any]:
-    """The compiled ``signature`` function of an entry."""
+def make_signature(entry: Entry, suffix: str = "") -> Callable[..., Any]:
+    """The compiled ``signature`` function of an entry; ``suffix`` tells definitions apart."""
     source, namespace = signature_source(entry)
-    filename = f"tileops_generated/{entry.family}/{_snake(entry.name)}_signature.py"
+    filename = f"tileops_generated/{entry.family}/{_snake(entry.name)}_signature{suffix}.py"
     function: Callable[..., Any] = compile_source(source, filename, namespace)["signature"]
     return function
 

@@ -72,9 +72,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def write(value: Any) -> str:
     """The canonical literal of a normalised value. Raises ``NoLiteralError``."""
-    if value is None or isinstance(value, bool | int | str):
+    # Exact types: a subclass (an IntEnum, a NumPy float) prints itself in its own way.
+    if value is None or type(value) in (bool, int, str):
         return repr(value)
-    if isinstance(value, float):
+    if type(value) is float:
         return "nan" if math.isnan(value) else repr(value)
     if isinstance(value, torch.dtype) and value in _DTYPE_NAMES:
         return "dtype_bool" if value is torch.bool else _DTYPE_NAMES[value]
@@ -96,8 +97,8 @@ def write(value: Any) -> str:
 
 
 def unique_token() -> str:
-    """A literal that no process ever writes twice."""
-    return f"'<object {os.getpid():x}.{next(_counter)}.{os.urandom(4).hex()}>'"
+    """A text that is no literal and that no process ever writes twice."""
+    return f"<object {os.getpid():x}.{next(_counter)}.{os.urandom(4).hex()}>"
 
 
 def read(text: str) -> Any:

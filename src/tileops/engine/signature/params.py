@@ -90,9 +90,10 @@ def _integer(value: Any) -> Any:
     if isinstance(value, bool | torch.Tensor):
         return _REJECTED
     try:
-        return int(operator.index(value))
+        whole = int(operator.index(value))
     except TypeError:
         return _REJECTED
+    return whole if whole.bit_length() <= 1024 else _REJECTED  # no size; Python will not print it
 
 
 def _convert(word: str, arguments: tuple[str, ...], value: Any) -> Any:  # noqa: C901  (by type)
@@ -129,7 +130,7 @@ def _convert(word: str, arguments: tuple[str, ...], value: Any) -> Any:  # noqa:
             if isinstance(value, str | torch.device | int) and not isinstance(value, bool):
                 try:
                     return torch.device(value)
-                except RuntimeError:
+                except (RuntimeError, ValueError, OverflowError):
                     return _REJECTED
         case "ints" | "tuple":
             whole = _integer(value)

@@ -45,7 +45,7 @@ def _bind(activate: Any, call: CallSpec) -> Run:
         result = out.zero_() if out is not None else torch.zeros(spec.shape, dtype=spec.dtype)
         if layout.masked:
             for expert, count in enumerate(metadata.tolist()):
-                if count:
+                if count > 0:
                     part = product(
                         a[expert, :count], b[expert], None if bias is None else bias[expert]
                     )
