@@ -242,7 +242,7 @@ def test_rules(tmp_path):
     rules:
       - {require: "dim is None or dim > 0", message: "at construction", argument: x}
       - {require: "R > 1", message: "N is at least 4"}
-      - {require: "N < 100", message: "N is small", argument: w}
+      - {require: "N < 100", message: "N is small", argument: x}
       - {require: "T != int8 or passed(w)", message: "int8 needs w", argument: w}
       - {require: "dim is None or dim < len(B)", message: "dim is an axis"}
     """
@@ -254,7 +254,7 @@ def test_rules(tmp_path):
     error = check.refusal({"x": zeros(2, 3)})
     assert (error.argument, error.given, error.accepted) == ("the call", "R=1", "N is at least 4")
     error = check.refusal({"x": zeros(2, 100)})
-    assert (error.argument, error.given) == ("w", "N=100")
+    assert (error.argument, error.given) == ("x", "N=100")
     error = check.refusal({"x": zeros(2, 4, dtype=torch.int8)})
     assert (error.argument, error.given) == ("w", "T=int8, w_passed=False")
     error = check.refusal({"x": zeros(2, 4)}, dim=1)

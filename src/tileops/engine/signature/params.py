@@ -62,7 +62,11 @@ def normalise(op: str, param: Param, value: Any) -> Any:
         result = _convert(word, arguments, value)
         if result is not _REJECTED:
             return result
-    raise CheckError(op, param.name, f"{value!r} ({type(value).__name__})", _describe(param.type))
+    try:
+        shown = repr(value)
+    except ValueError:  # an int of more digits than Python prints
+        shown = "a number too large to print"
+    raise CheckError(op, param.name, f"{shown} ({type(value).__name__})", _describe(param.type))
 
 
 def _describe(kind: ParamType) -> str:
