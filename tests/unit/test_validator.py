@@ -52,11 +52,11 @@ def test_all_faults_are_reported_in_order(package):
 
 
 def test_two_files_and_one_that_does_not_load(package):
-    sound, broken = package(), package("ScaleFwdOp: 3\n")
+    sound, broken = package(), package("# A comment.\nScaleFwdOp: 3\n")
     faulty = package(swap(MANIFEST, "default: 2.0", "default: x"))
     report = check(manifests=[sound, broken, faulty])
     assert [(f.file, f.line, f.entry) for f in report.faults] == [
-        (str(broken), 1, "ScaleFwdOp"),
+        (str(broken), 2, "ScaleFwdOp"),
         (str(faulty), 8, "ScaleFwdOp"),
     ]
     assert check(manifests=[sound.parent / "absent.yaml"]).faults[0].line == 1
@@ -125,7 +125,8 @@ def test_modules_below_the_family_and_kernels_apart(package):
     (manifest.parent / "kernels" / "k.py").write_text("class NoFwdOp(Op): pass\n")
     (manifest.parent / "other" / "manifest.yaml").touch()
     (manifest.parent / "other" / "o.py").write_text("class NoFwdOp(Op): pass\n")
-    (manifest.parent / "helper.py").write_text("class NoFwdOp: pass\n")
+    helpers = "class NoFwdOp: pass\n\n\nclass NoneFwdOp(Exception): pass\n"
+    (manifest.parent / "helper.py").write_text(helpers)
     homes = scan(manifest, Report())
     assert [(h.name, h.file, h.line, h.methods) for h in homes.values()] == [
         ("ScaleFwdOp", inner / "deep.py", 8, {"decomposition": 12})

@@ -65,6 +65,16 @@ def test_a_shape_that_cannot_be_solved(package):
     )
 
 
+def test_a_planned_shape_that_cannot_be_solved(package):
+    manifest = swap(
+        MANIFEST, 'x: {dtype: T, shape: "[*B, N]"}', 'x: {dtype: T, shape: "[*B, *N]"}  # here',
+        "status: implemented", "status: planned",
+    )  # fmt: skip
+    (fault,) = check(manifests=[package(manifest, None)]).faults
+    assert (fault.line, fault.entry) == (marked(manifest), "ScaleFwdOp")
+    assert "cannot solve '*N'" in fault.problem
+
+
 # ---- optional inputs -----------------------------------------------------------------------------
 
 

@@ -242,7 +242,8 @@ def _kernel(op_cls: Any, path: str, fault: Fault, report: Report) -> type[Kernel
     try:
         return load_kernel(op_cls.kernel_package, path)
     except ImportError as error:
-        if (error.name or "").split(".")[0] == "triton" and not _installed("triton"):
+        missing = (error.name or "").partition(".")[0] == "triton"
+        if missing and importlib.util.find_spec("triton") is None:
             report.note("triton is not installed: its kernels were looked up as text only")
             if _defines(op_cls, module, name):
                 return None
@@ -253,13 +254,6 @@ def _kernel(op_cls: Any, path: str, fault: Fault, report: Report) -> type[Kernel
         problem = f"{type(error).__name__}: {error}"
     fault(f"kernel {path}: {problem}")
     return None
-
-
-def _installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ValueError:  # blocked: sys.modules holds None
-        return False
 
 
 def _defines(op_cls: Any, module: str, name: str) -> bool:
