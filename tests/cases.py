@@ -5,11 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import itertools
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
-
-import torch
 
 from tileops import CheckError, Op
 from tileops.engine.errors import ManifestError
@@ -73,7 +70,9 @@ def workload_cases(family: str) -> list[Any]:
     ]
 
 
-def workload_call(name: str, workload: Workload, seed: int, most: int | None = 4096) -> WorkloadCall:
+def workload_call(
+    name: str, workload: Workload, seed: int, most: int | None = 4096
+) -> WorkloadCall:
     """A call of at most ``most`` elements a tensor, variances and scales positive."""
     made = workload_inputs(op_classes()[name], workload, scale_to=most, seed=seed)
     fill = _FILL.get(name)

@@ -209,10 +209,26 @@ RIGHT = {
     "columns": (square, lambda x: SILU(x[:, 1:3]).sum() + x, lambda x: silu_(x[:, 1:3]).sum() + x),
     "transposed": (square, lambda x: SILU(x.t()) + x, lambda x: silu_(x.t()) + x),
     "reshaped": (square, lambda x: SILU(x.view(2, 8)).sum() + x, lambda x: silu_(x).sum() + x),
-    "one of two views": (halves, lambda c, a, b: SILU(a) + b + c[2:6], lambda c, a, b: silu_(a) + b + c[2:6]),
-    "both views": (halves, lambda c, a, b: SILU(a) + SILU(b) + c[2:6], lambda c, a, b: silu_(a) + silu_(b) + c[2:6]),
-    "one of two overlapping views": (overlapping, lambda c, a, b: SILU(a) + b, lambda c, a, b: silu_(a) + b),
-    "read before and after": (square, lambda x: (x * 2, SILU(x), x * 3), lambda x: (x * 2, silu_(x), x * 3)),
+    "one of two views": (
+        halves,
+        lambda c, a, b: SILU(a) + b + c[2:6],
+        lambda c, a, b: silu_(a) + b + c[2:6],
+    ),
+    "both views": (
+        halves,
+        lambda c, a, b: SILU(a) + SILU(b) + c[2:6],
+        lambda c, a, b: silu_(a) + silu_(b) + c[2:6],
+    ),
+    "one of two overlapping views": (
+        overlapping,
+        lambda c, a, b: SILU(a) + b,
+        lambda c, a, b: silu_(a) + b,
+    ),
+    "read before and after": (
+        square,
+        lambda x: (x * 2, SILU(x), x * 3),
+        lambda x: (x * 2, silu_(x), x * 3),
+    ),
     "a temporary": (square, lambda x: SILU(x * 2) + x, lambda x: F.silu(x * 2) + x),
     "out": (
         lambda: (torch.randn(2, 4, 4), torch.empty(2, 4, 4)),
@@ -237,7 +253,11 @@ RIGHT = {
     "keys for values": (
         lambda: (torch.randn(2, 2, 1, 4), torch.randn(2, 2, 1, 4), NEW_K.clone()),
         lambda a, b, k: (CACHE(k, k, a, b, SLOTS), a + b)[1],
-        lambda a, b, k: (a.view(4, 1, 4).index_copy_(0, SLOTS, k), b.view(4, 1, 4).index_copy_(0, SLOTS, k), a + b)[2],
+        lambda a, b, k: (
+            a.view(4, 1, 4).index_copy_(0, SLOTS, k),
+            b.view(4, 1, 4).index_copy_(0, SLOTS, k),
+            a + b,
+        )[2],
     ),
     "running statistics": (
         lambda: (torch.randn(5, 3), torch.zeros(3), torch.ones(3)),
@@ -280,7 +300,11 @@ REFUSED = {
     "the new keys are in the cache": (
         lambda: (torch.randn(2, 2, 1, 4), torch.randn(2, 2, 1, 4)),
         lambda a, b: (CACHE(a[0], NEW_V, a, b, SLOTS), a + b)[1],
-        lambda a, b: (a.view(4, 1, 4).index_copy_(0, SLOTS, a[0].clone()), b.view(4, 1, 4).index_copy_(0, SLOTS, NEW_V), a + b)[2],
+        lambda a, b: (
+            a.view(4, 1, 4).index_copy_(0, SLOTS, a[0].clone()),
+            b.view(4, 1, 4).index_copy_(0, SLOTS, NEW_V),
+            a + b,
+        )[2],
     ),
     "the running variance is the weight": (
         lambda: (torch.randn(5, 3), torch.zeros(3), torch.ones(3)),
@@ -353,7 +377,7 @@ def test_shared_memory_is_refused_or_right(case, backend, seed):
     try:
         result = compiled(function, backend)(*given)
     except CheckError as error:
-        assert "memory shared with argument" in str(error)  # noqa: PT017
+        assert "memory shared with argument" in str(error)
         assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True)), "refused first"
         return
     assert backend != "eager", "an eager call refuses"
@@ -364,12 +388,16 @@ def test_shared_memory_is_refused_or_right(case, backend, seed):
 @pytest.mark.parametrize("case", ALWAYS_REFUSED)
 def test_two_writes_to_one_place_are_refused(case, backend, seed):
     make, function = ALWAYS_REFUSED[case]
-    with pytest.raises(Exception, match=r"memory shared with argument|it overlaps itself") as caught:
+    with pytest.raises(
+        Exception, match=r"memory shared with argument|it overlaps itself"
+    ) as caught:
         compiled(function, backend)(*make())
     assert backend != "eager" or caught.type is CheckError
 
 
-@pytest.mark.parametrize("case", ["a clone beside its source", "one of two views", "out", "caches of one base"])
+@pytest.mark.parametrize(
+    "case", ["a clone beside its source", "one of two views", "out", "caches of one base"]
+)
 def test_inductor_in_the_first_tier(case, seed):
     make, function, reference = RIGHT[case]
     given, wanted = both(make, seed)

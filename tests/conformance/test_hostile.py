@@ -80,7 +80,7 @@ def compiled_refusal(op, inputs, error, *, fullgraph=True, **more):
     def function(inputs, more):
         return call(op, inputs, **more)
 
-    with pytest.raises(Exception) as caught:  # noqa: B017  (Dynamo wraps it in one of its own)
+    with pytest.raises(Exception) as caught:
         torch.compile(function, backend="eager", fullgraph=fullgraph)(inputs, more)
     words = f"argument '{error.argument}': given {error.given}"
     assert words in str(caught.value).replace("\\'", "'"), (words, str(caught.value)[:2000])
@@ -90,7 +90,7 @@ def right_or_refused(op, inputs):
     try:
         works(op, inputs)
     except CheckError as error:
-        assert error.op == type(op).__name__  # noqa: PT017
+        assert error.op == type(op).__name__
 
 
 def works(op, inputs):
@@ -184,7 +184,9 @@ def test_ranks(name, argument, seed):
 
 
 def _rank_is_fixed(op, argument):
-    return not any(isinstance(n, ast.Starred) for n in ast.walk(op.entry.input(argument).shape.tree))
+    return not any(
+        isinstance(n, ast.Starred) for n in ast.walk(op.entry.input(argument).shape.tree)
+    )
 
 
 @pytest.mark.parametrize(("name", "argument"), INPUTS)
@@ -196,7 +198,7 @@ def test_missing_arguments(name, argument, seed):
         try:
             op(**rest)
         except CheckError as error:  # what depends on it, or what a rule asks for
-            assert error.op == name  # noqa: PT017
+            assert error.op == name
         return
     with pytest.raises(CheckError) as caught:
         op(**rest)

@@ -188,7 +188,9 @@ def children(tmp_path, kernel, names, workloads, processes):
     served = {"plain": "decomposition", "inductor": "inductor"}[kernel]
     command = [sys.executable, "-c", _CHILD, ",".join(names), served, str(workloads)]
     running = [
-        subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         for _ in range(processes)
     ]
     for process in running:
@@ -233,7 +235,12 @@ def test_equal_parameters_make_equal_ops():
         assert op != type(op)(**op._params, target="builtin")
         assert op != object()
         assert op != repr(op)
-    assert RMSNormFwdOp(4) == RMSNormFwdOp([4]) == RMSNormFwdOp((4,)) == RMSNormFwdOp(normalized_shape=4)
+    assert (
+        RMSNormFwdOp(4)
+        == RMSNormFwdOp([4])
+        == RMSNormFwdOp((4,))
+        == RMSNormFwdOp(normalized_shape=4)
+    )
     assert RMSNormFwdOp(4, 1) == RMSNormFwdOp(4, 1.0)
     assert RMSNormFwdOp(4) != LayerNormFwdOp(4)
     assert AddFwdOp() != MulFwdOp()
@@ -250,7 +257,7 @@ def test_a_key_makes_its_op_again():
             assert again._params == one._params
             assert again.target == one.target
             assert repr(again) == key
-            evaluated = eval(key, {name: type(one), **_literals()})  # noqa: S307
+            evaluated = eval(key, {name: type(one), **_literals()})
             assert evaluated == one, "a key reads as the call that makes it"
 
 
@@ -270,8 +277,8 @@ def test_any_number_survives_a_key(alpha):
     gc.collect(0)
     again = resolve(AddFwdOp, key).op.alpha
     assert type(again) is type(alpha)
-    assert again == alpha or (again != again and alpha != alpha)  # noqa: PLR0124
-    assert str(again) == str(alpha) or again != again  # noqa: PLR0124  (-0.0)
+    assert again == alpha or (again != again and alpha != alpha)
+    assert str(again) == str(alpha) or again != again
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -282,13 +289,18 @@ def test_copies(name, seed):
     before = pickle.dumps(fresh)
     wanted = call(fresh, {n: None if t is None else t.clone() for n, t in inputs.items()})
     wanted = wanted if isinstance(wanted, tuple) else (wanted,)
-    copies_ = [copy.copy(fresh), copy.deepcopy(fresh), pickle.loads(before), pickle.loads(pickle.dumps(fresh))]  # noqa: S301
+    copies_ = [
+        copy.copy(fresh),
+        copy.deepcopy(fresh),
+        pickle.loads(before),
+        pickle.loads(pickle.dumps(fresh)),
+    ]
     buffer = io.BytesIO()
     torch.save(fresh, buffer)
     buffer.seek(0)
     copies_.append(torch.load(buffer, weights_only=False))
     aimed = type(op)(**op._params, target="builtin")
-    assert pickle.loads(pickle.dumps(aimed)) == aimed  # noqa: S301
+    assert pickle.loads(pickle.dumps(aimed)) == aimed
     for one in copies_:
         assert one == fresh
         assert hash(one) == hash(fresh)
@@ -421,7 +433,12 @@ def test_tuning_writes_once():
 def test_roofline():
     a, b = torch.randn(3, 5, dtype=torch.float16), torch.randn(4, 5, dtype=torch.float16)
     op = GEMMFwdOp(target="builtin")
-    for method in (op.eval_roofline, op.eval_roofline_read_bytes, op.roofline_data_terms, op.roof_key):
+    for method in (
+        op.eval_roofline,
+        op.eval_roofline_read_bytes,
+        op.roofline_data_terms,
+        op.roof_key,
+    ):
         with pytest.raises(CheckError, match="no call yet"):
             method()
     wanted = (2 * 3 * 4 * 5, 2 * (15 + 20 + 12))

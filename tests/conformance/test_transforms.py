@@ -129,7 +129,9 @@ def test_vmap_is_a_loop_or_refused(samples):
                 assert names_it(op, str(caught.value))
                 continue
             ours = torch.vmap(function)(stack)
-            theirs = [torch.stack(rows) for rows in zip(*(function(one) for one in stack), strict=True)]
+            theirs = [
+                torch.stack(rows) for rows in zip(*(function(one) for one in stack), strict=True)
+            ]
             assert_same([o.contiguous() for o in ours], theirs)
 
 
@@ -139,7 +141,9 @@ def test_vmap_over_another_dim_and_nested():
     ours = torch.vmap(op, in_dims=(1, 0))(x, weight)
     for n in range(5):
         assert torch.equal(ours[n], op(x[:, n], weight[n]))
-    nested = torch.vmap(torch.vmap(op, in_dims=(0, None)), in_dims=(0, None))(x[:, :, None], weight[0])
+    nested = torch.vmap(torch.vmap(op, in_dims=(0, None)), in_dims=(0, None))(
+        x[:, :, None], weight[0]
+    )
     assert torch.equal(nested, op(x[:, :, None], weight[0]))
 
 
@@ -197,9 +201,9 @@ def test_functionalize_is_right_or_refused(samples):
         try:
             ours = torch.func.functionalize(function)(*(own[n] for n in names))
         except RuntimeError as error:
-            assert written(op, inputs)  # noqa: PT017
-            assert names_it(op, str(error))  # noqa: PT017
-            assert all(same_bits(own[n], before[n]) for n in names)  # noqa: PT017
+            assert written(op, inputs)
+            assert names_it(op, str(error))
+            assert all(same_bits(own[n], before[n]) for n in names)
             continue
         assert_same([*ours, *(own[n] for n in written(op, inputs))], theirs)
 
@@ -235,7 +239,9 @@ def test_a_mode_sees_the_operator(samples, mode):
             result = call(op, own)
         seen = [f for f in watch.seen if f in operators(op)]
         assert len(seen) == max(len(op.entry.composition), 1), watch.seen
-        assert_same([*flat(result), *(own[n] for n in written(op, inputs) if own[n] is not None)], theirs)
+        assert_same(
+            [*flat(result), *(own[n] for n in written(op, inputs) if own[n] is not None)], theirs
+        )
 
 
 def test_modes_that_only_look(samples):
@@ -308,7 +314,9 @@ def test_make_fx(samples, mode, pre_dispatch):
         theirs = expected(op, inputs)
         function, names = traced(op, inputs)
         own = copies(inputs)
-        graph = make_fx(function, tracing_mode=mode, pre_dispatch=pre_dispatch)(*(own[n] for n in names))
+        graph = make_fx(function, tracing_mode=mode, pre_dispatch=pre_dispatch)(
+            *(own[n] for n in names)
+        )
         nodes = [n for n in graph.graph.nodes if n.target in operators(op)]
         assert len(nodes) == max(len(op.entry.composition), 1), graph.code
         if mode != "real":
@@ -331,7 +339,9 @@ def test_jit_trace(samples):
     for op, inputs in samples:
         theirs = expected(op, inputs)
         function, names = traced(op, inputs)
-        program = torch.jit.trace(function, tuple(copies(inputs)[n] for n in names), check_trace=False)
+        program = torch.jit.trace(
+            function, tuple(copies(inputs)[n] for n in names), check_trace=False
+        )
         buffer = io.BytesIO()
         torch.jit.save(program, buffer)
         buffer.seek(0)
@@ -361,7 +371,9 @@ def exported(op, inputs, strict, dynamic):
         auto = {n: dict.fromkeys(range(own[n].ndim), torch.export.Dim.AUTO) for n in names}
         shapes = {"tensors": tuple(auto[n] for n in names)}
     given = tuple(own[n] for n in names)
-    return names, torch.export.export(Holder(op, names), given, strict=strict, dynamic_shapes=shapes)
+    return names, torch.export.export(
+        Holder(op, names), given, strict=strict, dynamic_shapes=shapes
+    )
 
 
 @pytest.mark.parametrize(
@@ -517,7 +529,8 @@ def test_compiled_backward_is_refused_lazily(samples):
     for op, inputs in samples:
         theirs = expected(op, inputs)
         name = next(
-            (n for n in floats(op, inputs) if n not in written(op, inputs) and op.entry.outputs), None
+            (n for n in floats(op, inputs) if n not in written(op, inputs) and op.entry.outputs),
+            None,
         )
         if name is None:
             continue

@@ -61,7 +61,9 @@ def test_gqa(sizes, causal, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", [{"batch": 0}, {"s_q": 0}, {"heads": 0, "kv_heads": 1}, {"size": 0}])
+@pytest.mark.parametrize(
+    "sizes", [{"batch": 0}, {"s_q": 0}, {"heads": 0, "kv_heads": 1}, {"size": 0}]
+)
 def test_empty(sizes, dtype):
     check(GQADenseFwdOp(), qkv(**sizes, dtype=dtype))
 
@@ -270,7 +272,9 @@ def test_gqa_call_domain():
     refused(rope, {**made, **tables(5, 3)}, "rope_cos")
     refused(rope, {**made, **tables(5, 4, torch.float16)}, "rope_cos")
     refused(rope, {**qkv(s_q=6, s_kv=5), **tables(6, 4)}, "q")
-    refused(GQADenseFwdOp(pos_encoding_mode="rope", rotary_dim=16), {**made, **tables(5, 8)}, "rope_cos")
+    refused(
+        GQADenseFwdOp(pos_encoding_mode="rope", rotary_dim=16), {**made, **tables(5, 8)}, "rope_cos"
+    )
 
 
 @pytest.mark.parametrize(
@@ -303,7 +307,9 @@ def test_gqa_constructor_domain(params):
 # ---- PagedKVCacheWrite ---------------------------------------------------------------------------
 
 
-def cache_call(rows=6, pages=3, page=4, heads=2, size=5, dtype=torch.float32, cache=None, scales=None):
+def cache_call(
+    rows=6, pages=3, page=4, heads=2, size=5, dtype=torch.float32, cache=None, scales=None
+):
     cache = dtype if cache is None else cache
     made = {
         "k": torch.randn(rows, heads, size).to(dtype),
@@ -333,7 +339,9 @@ def cache_call(rows=6, pages=3, page=4, heads=2, size=5, dtype=torch.float32, ca
     ],
 )
 def test_cache_write(sizes, float8, dtype):
-    check(PagedKVCacheWriteFwdOp(), cache_call(**sizes, dtype=dtype, cache=FLOAT8 if float8 else None))
+    check(
+        PagedKVCacheWriteFwdOp(), cache_call(**sizes, dtype=dtype, cache=FLOAT8 if float8 else None)
+    )
 
 
 @pytest.mark.parametrize("skipped", [[0], [5], [0, 1, 2], list(range(6))])
@@ -362,7 +370,9 @@ def test_cache_write_copies_bits():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_float8_saturates_and_rounds_to_nearest(dtype):
     top = torch.finfo(FLOAT8).max
-    values = torch.tensor([0.0, 1.0, top, top + 1, 1e4, -1e4, 6e4, -6e4, 0.3, -0.3, 17.0, 19.0, 1e-3, 3e-4])
+    values = torch.tensor(
+        [0.0, 1.0, top, top + 1, 1e4, -1e4, 6e4, -6e4, 0.3, -0.3, 17.0, 19.0, 1e-3, 3e-4]
+    )
     made = cache_call(rows=1, heads=1, size=len(values), dtype=dtype, cache=FLOAT8)
     made["k"], made["v"] = values.view(1, 1, -1).to(dtype), -values.view(1, 1, -1).to(dtype)
     PagedKVCacheWriteFwdOp()(**made)
@@ -370,10 +380,15 @@ def test_float8_saturates_and_rounds_to_nearest(dtype):
     for name, sign in (("k", 1), ("v", -1)):
         scale = float(made[f"{name}_scale"])
         stored = made[f"{name}_cache"].view(-1, len(values))[slot].double()
-        for given, found in zip(made[name].flatten().double().tolist(), stored.tolist(), strict=True):
+        for given, found in zip(
+            made[name].flatten().double().tolist(), stored.tolist(), strict=True
+        ):
             exactly = max(-top, min(top, given / scale))
             # Half a step of 3 mantissa bits, or half the subnormals' step of 2**-9.
-            assert abs(found - exactly) <= max(abs(exactly) * 2**-4, 2**-10) * (1 + 2**-20), (given, found)
+            assert abs(found - exactly) <= max(abs(exactly) * 2**-4, 2**-10) * (1 + 2**-20), (
+                given,
+                found,
+            )
         assert stored.abs().max() == top, sign
 
 
@@ -435,8 +450,14 @@ def test_cache_write_strides(dtype):
         (lambda m: m.update(slot_mapping=m["slot_mapping"][:5]), "slot_mapping"),
         (lambda m: m.update(k_scale=torch.ones(1)), "v_scale"),
         (lambda m: m.update(k_scale=torch.ones(1), v_scale=torch.ones(1)), "k_scale"),
-        (lambda m: m.update(k_cache=torch.randn(3, 0, 2, 5), v_cache=torch.randn(3, 0, 2, 5)), "k_cache"),
-        (lambda m: m.update(k_cache=m["k_cache"].to(FLOAT8), v_cache=m["v_cache"].to(FLOAT8)), "k_scale"),
+        (
+            lambda m: m.update(k_cache=torch.randn(3, 0, 2, 5), v_cache=torch.randn(3, 0, 2, 5)),
+            "k_cache",
+        ),
+        (
+            lambda m: m.update(k_cache=m["k_cache"].to(FLOAT8), v_cache=m["v_cache"].to(FLOAT8)),
+            "k_scale",
+        ),
         (lambda m: m.update(v_cache=m["k_cache"]), "k_cache"),
         (lambda m: m.update(k=m["k_cache"].view(12, 2, 5)[:6]), "k_cache"),
     ],

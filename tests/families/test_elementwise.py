@@ -127,6 +127,15 @@ def test_float_alpha(dtype, alpha):
     check(AddFwdOp(alpha=alpha), {"input": values((7, 5), dtype), "other": values((5,), dtype)})
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_add_rounds_once(dtype):
+    # Where alpha * other nearly cancels input, a product rounded first would be seen.
+    other = torch.linspace(9, 11, 41).to(dtype)
+    result = AddFwdOp(alpha=0.1)(torch.full_like(other, -1.0), other)
+    wanted = (0.1 * other.double() - 1).to(dtype)
+    torch.testing.assert_close(result, wanted, rtol=1e-2, atol=2.0**-22)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_an_alpha_that_is_not_finite_or_zero(dtype):
     x, y = specials(dtype)[:, None], specials(dtype)
@@ -274,16 +283,19 @@ def test_the_oracle_agrees_with_torch(dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("shape", [(2,), (3, 4), (2, 3, 10), (0, 4), (3, 0), (0,), (37, 82), (1, 2062)])
+@pytest.mark.parametrize(
+    "shape", [(2,), (3, 4), (2, 3, 10), (0, 4), (3, 0), (0,), (37, 82), (1, 2062)]
+)
 def test_silu_and_mul(shape, dtype):
     check(SiLUAndMulFwdOp(), {"input": values(shape, dtype)})
 
 
 def test_silu_and_mul_rounds_once():
-    # silu(10) in bfloat16 is 10, but silu(10) * 100.5 in full precision rounds to another number.
-    x = torch.tensor([5.03125, 100.5], dtype=torch.bfloat16)
-    exactly = 5.03125 / (1 + math.exp(-5.03125)) * 100.5
-    assert SiLUAndMulFwdOp()(x).item() == torch.tensor(exactly).to(torch.bfloat16).item()
+    # Of these pairs about every third would come out otherwise, were silu(gate) rounded first.
+    x = torch.randn(2, 1000).to(torch.bfloat16)
+    gate, up = x[0].double(), x[1].double()
+    wanted = (gate / (1 + torch.exp(-gate)) * up).to(torch.bfloat16)
+    assert torch.equal(SiLUAndMulFwdOp()(x.flatten()), wanted)
 
 
 def test_activation_domains():
@@ -335,7 +347,9 @@ def test_sinusoidal_is_exact_at_far_positions():
     result = SinusoidalFwdOp(seq_len=100_001, d_model=4)()
     for place in (65_535, 99_999, 100_000):
         wanted = [math.sin(place), math.cos(place), math.sin(place / 100), math.cos(place / 100)]
-        torch.testing.assert_close(result[place].double(), torch.tensor(wanted).double(), rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            result[place].double(), torch.tensor(wanted).double(), rtol=0, atol=1e-6
+        )
 
 
 def test_generators_fill_poisoned_memory_and_are_fresh():

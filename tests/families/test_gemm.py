@@ -79,7 +79,10 @@ def test_strides(trans_a, trans_b, dtype):
     for _, a in strided(made["a"]):
         for _, b in strided(made["b"]):
             check(GEMMFwdOp(trans_a, trans_b), {"a": a, "b": b})
-    check(GEMMFwdOp(), {"a": torch.randn(1, 5).to(dtype).expand(3, 5), "b": torch.randn(2, 5).to(dtype)})
+    check(
+        GEMMFwdOp(),
+        {"a": torch.randn(1, 5).to(dtype).expand(3, 5), "b": torch.randn(2, 5).to(dtype)},
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -159,7 +159,9 @@ def test_swigluoai_clamps(dtype):
         "b": torch.eye(2, dtype=dtype)[None],
         "layout_metadata": torch.tensor([len(pairs)], dtype=torch.int32),
     }
-    result = check(MoEGroupedGEMMFwdOp(layout, activation="swigluoai", out_dtype=torch.float32), made)
+    result = check(
+        MoEGroupedGEMMFwdOp(layout, activation="swigluoai", out_dtype=torch.float32), made
+    )
     for (gate, up), found in zip(pairs.double().tolist(), result.flatten().tolist(), strict=True):
         gate, up = min(gate, 7.0), max(-7.0, min(up, 7.0))
         wanted = gate / (1 + math.exp(-1.702 * gate)) * (up + 1)
@@ -210,13 +212,20 @@ def test_grouped_gemm_domain():
     refused(op, {**made, "b": torch.randn(2, 3, 5)}, "b")
     refused(op, {**made, "b": torch.randn(2, 3, 6).half()}, "b")
     refused(op, {**made, "layout_metadata": torch.tensor([2, 5])}, "layout_metadata")
-    refused(op, {**made, "layout_metadata": torch.tensor([5], dtype=torch.int32)}, "layout_metadata")
+    refused(
+        op, {**made, "layout_metadata": torch.tensor([5], dtype=torch.int32)}, "layout_metadata"
+    )
     refused(op, {**made, "bias": torch.randn(2, 4)}, "bias")
     refused(op, {**made, "bias": torch.randn(3)}, "bias")
     refused(op, {**made, "a": torch.randn(5, 0), "b": torch.randn(2, 3, 0)}, "a")
     nobody = {"b": torch.randn(0, 3, 6), "layout_metadata": torch.empty(0, dtype=torch.int32)}
     refused(op, {"a": made["a"], **nobody}, "b")
-    for out in (torch.empty(5, 4), torch.empty(5, 3).half(), torch.empty(3, 5).t(), torch.empty(5, 3, device="meta")):
+    for out in (
+        torch.empty(5, 4),
+        torch.empty(5, 3).half(),
+        torch.empty(3, 5).t(),
+        torch.empty(5, 3, device="meta"),
+    ):
         refused(op, made, "out", out=out)
     refused(op, made, "out", out=made["b"].view(-1)[:15].view(5, 3))
     refused(MoEGroupedGEMMFwdOp(tight, activation="silu_and_mul"), made, "b")
@@ -224,7 +233,9 @@ def test_grouped_gemm_domain():
     aligned = gemm_call(ContiguousLayoutSpec.aligned_physical_psum(4), [2, 3])
     refused(MoEGroupedGEMMFwdOp(ContiguousLayoutSpec.aligned_physical_psum(5)), aligned, "a")
     refused(MoEGroupedGEMMFwdOp(MaskedLayoutSpec(3)), gemm_call(masked, [2, 3]), "a")
-    refused(MoEGroupedGEMMFwdOp(masked), {**gemm_call(masked, [2, 3]), "a": torch.randn(3, 4, 6)}, "b")
+    refused(
+        MoEGroupedGEMMFwdOp(masked), {**gemm_call(masked, [2, 3]), "a": torch.randn(3, 4, 6)}, "b"
+    )
 
 
 @pytest.mark.parametrize(
@@ -347,7 +358,9 @@ def test_post_permute(layout, epilogue, out_dtype, dtype):
         check(op, made, out=torch.full(shape, math.nan, dtype=out_dtype or dtype))
 
 
-@pytest.mark.parametrize("sizes", [{"tokens": 0}, {"chosen": 0}, {"tokens": 0, "chosen": 0, "spare": 0}])
+@pytest.mark.parametrize(
+    "sizes", [{"tokens": 0}, {"chosen": 0}, {"tokens": 0, "chosen": 0, "spare": 0}]
+)
 def test_post_permute_of_nothing(sizes):
     made = permute_call(LAYOUTS[0], **sizes)
     result = check(MoEPostPermuteFwdOp(LAYOUTS[0]), made)

@@ -84,7 +84,11 @@ def test_layer_norm_of_rows_of_one(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_oracle_agrees_with_torch(dtype):
-    x, weight, bias = torch.randn(5, 7).to(dtype), torch.randn(7).to(dtype), torch.randn(7).to(dtype)
+    x, weight, bias = (
+        torch.randn(5, 7).to(dtype),
+        torch.randn(7).to(dtype),
+        torch.randn(7).to(dtype),
+    )
     for eps in (None, 1e-3):
         op = RMSNormFwdOp(7, eps)
         (wanted,), _ = exact(op, {"x": x, "weight": weight})
@@ -99,7 +103,9 @@ def test_without_eps_rms_norm_uses_that_of_its_accumulator(dtype):
     x = torch.full((2, 64), 2.0**-14, dtype=dtype)
     result = check(RMSNormFwdOp(64), {"x": x})
     wanted = 2.0**-14 / math.sqrt(2.0**-28 + 2.0**-23)
-    torch.testing.assert_close(result.double(), torch.full((2, 64), wanted).double(), rtol=5e-3, atol=0)
+    torch.testing.assert_close(
+        result.double(), torch.full((2, 64), wanted).double(), rtol=5e-3, atol=0
+    )
 
 
 def special_rows(dtype):
@@ -237,7 +243,9 @@ def test_batch_norm_strides(dtype):
         op = BatchNormFwdOp(training=training)
         for _, view in strided(x):
             check(op, {"input": view, **statistics(4), **affine(4)})
-        for (_, mean), (_, var) in zip(strided(torch.randn(4)), strided(torch.rand(4)), strict=True):
+        for (_, mean), (_, var) in zip(
+            strided(torch.randn(4)), strided(torch.rand(4)), strict=True
+        ):
             check(op, {"input": x, "running_mean": mean, "running_var": var})
 
 

@@ -129,7 +129,8 @@ def test_constructor_domain(make):
 
 
 @pytest.mark.parametrize(
-    ("rotary", "shape"), [(3, (1, 1, 8)), (0, (1, 1, 8)), (10, (1, 1, 8)), (None, (1, 1, 7)), (None, (1, 1, 0))]
+    ("rotary", "shape"),
+    [(3, (1, 1, 8)), (0, (1, 1, 8)), (10, (1, 1, 8)), (None, (1, 1, 7)), (None, (1, 1, 0))],
 )
 def test_rotary_dim_domain(rotary, shape):
     with pytest.raises(CheckError, match="rotary_dim") as caught:

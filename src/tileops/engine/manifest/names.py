@@ -22,7 +22,7 @@ __all__ = ["check_names"]
 _RESERVED = frozenset({"self", "out", "target", "instance_key"})
 """Taken by every op's constructor, call or operator."""
 _GENERATED = frozenset(
-    {"op", "s", "device", "outputs", "want", "dtype", "state", "facts", "plan", "r", "keyset"}
+    {"op", "s", "device", "outputs", "want", "dtype", "facts", "plan", "r", "keyset"}
     | {"len", "tuple", "list", "isinstance", "type", "getattr"}
 )
 """Local names of the generated checks and calls: no input, dim or dtype variable may have them."""

@@ -39,7 +39,7 @@ def rms_norm(
     return F.rms_norm(x.to(wide), normalized_shape, weight, eps).to(x.dtype)
 
 
-def silu_and_mul(input: torch.Tensor) -> torch.Tensor:  # noqa: A002  (the manifest's name)
+def silu_and_mul(input: torch.Tensor) -> torch.Tensor:
     gate, up = input.to(torch.promote_types(input.dtype, torch.float32)).chunk(2, dim=-1)
     return (F.silu(gate) * up).to(input.dtype)
 
