@@ -280,7 +280,6 @@ def use(expression: str) -> str:
         ({"params": "float16: {type: int}  # here"}, "params.float16: the name is that of a dtype"),
         ({"inputs": "in: {dtype: T, shape: '[N]'}  # here"}, "inputs.in: the name is reserved"),
         ({"inputs": "out: {dtype: T, shape: '[N]'}  # here"}, "inputs.out: the name is reserved"),
-        ({"inputs": "state: {dtype: T, shape: '[N]'}  # here"}, "inputs.state: the name is reserved"),
         ({"inputs": "x: {dtype: T, shape: '[s]'}  # here"}, "dim 's': the name is reserved"),
         ({"inputs": "x: {dtype: T, shape: '[int8]'}  # here"}, "dim 'int8': the name is reserved"),
         ({"inputs": "x: {dtype: T, shape: '[T]'}  # here"}, "dim 'T' has the name of another in dtypes"),
