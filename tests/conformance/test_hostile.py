@@ -256,6 +256,20 @@ def test_out_buffers(name, seed):
     check(op, inputs, out=torch.full_like(good, math.nan))
 
 
+def test_a_compiled_composition_checks_its_whole_signature(seed):
+    # Metadata by row name no expert of w_down, so no stage would notice that one is missing.
+    made = workload_call("MoEExpertMLPFwdOp", _by_row(), seed, 256)
+    inputs = dict(made.inputs)
+    changed = {**inputs, "w_down": inputs["w_down"][:1].contiguous(), "b_down": None}
+    compiled_refusal(made.op, changed, refusal(made.op, changed, "w_down"))
+    works(made.op, inputs)
+
+
+def _by_row():
+    workloads = op_classes()["MoEExpertMLPFwdOp"].entry.workloads
+    return next(w for w in workloads if "per_row" in str(w.params["layout"]))
+
+
 # ---- sizes and strides -------------------------------------------------------------------------
 
 

@@ -30,6 +30,7 @@ from tileops.backend.tolerances import compare
 from tileops.elementwise import AddFwdOp, AlibiFwdOp, GELUFwdOp, MulFwdOp, SiLUFwdOp
 from tileops.engine.boundary.instances import _states, resolve
 from tileops.engine.settings import settings
+from tileops.engine.targets import context_target
 from tileops.gemm import GEMMFwdOp
 from tileops.moe import ContiguousLayoutSpec, MaskedLayoutSpec, MoEGroupedGEMMFwdOp
 from tileops.norm import BatchNormFwdOp, LayerNormFwdOp, RMSNormFwdOp
@@ -130,20 +131,22 @@ def test_making_and_dropping_equal_ops_in_threads():
 
 
 def test_a_context_is_a_thread_of_its_own():
-    op, x = AddFwdOp(alpha=7), torch.randn(3)
-    decided = {}
+    inside, x = threading.Barrier(8), torch.randn(3)
 
     def work(n):
+        op = AddFwdOp(alpha=7 + n)  # a key of its own: equal ops share their last call
+        inside.wait()
         if n % 2:
             with use_target("builtin"):
+                inside.wait()
                 op(x, x)
-                decided[n] = op.last_call
         else:
+            inside.wait()
             op(x, x)
-        return n
+        return op.last_call.decided_by
 
-    together(8, work)
-    assert op(x, x).equal(8 * x) or torch.allclose(op(x, x), 8 * x)
+    assert together(8, work) == ["builtin", "use_target"] * 4
+    assert context_target() is None
 
 
 def test_compiled_graphs_in_threads():

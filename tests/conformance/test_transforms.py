@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
@@ -342,6 +342,8 @@ def test_jit_trace(samples):
         program = torch.jit.trace(
             function, tuple(copies(inputs)[n] for n in names), check_trace=False
         )
+        called = [n.kind() for n in program.graph.nodes() if n.kind().startswith("tileops::")]
+        assert len(called) == max(len(op.entry.composition), 1), program.graph
         buffer = io.BytesIO()
         torch.jit.save(program, buffer)
         buffer.seek(0)
@@ -611,6 +613,7 @@ def test_generators_under_tracers(op):
     assert torch.allclose(compiled(), wanted)
     with FakeTensorMode():
         fake = op()
+    assert type(fake) is FakeTensor
     assert (fake.shape, fake.dtype) == (wanted.shape, wanted.dtype)
     assert torch.equal(make_fx(lambda: op())()(), wanted)
     assert torch.equal(op(), wanted), "a tracer's result was kept"

@@ -87,6 +87,16 @@ def test_windows_over_more_keys(s_q, left, right, causal):
     assert op.last_call.kernel == "sdpa"
 
 
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"is_causal": True}, {"window_size_left": 20}, {"softcap": 5.0, "window_size_left": 2}],
+)
+def test_a_growing_sequence_of_one_query(params):
+    op = GQADenseFwdOp(**params)
+    for keys in [*range(1, 90, 8), 64, 65, 63, 22, 21, 20, 3, 1]:
+        check(op, qkv(batch=1, s_q=1, s_kv=keys, heads=2, kv_heads=1))
+
+
 def test_masks_align_to_the_last_query_and_key():
     made = qkv(batch=1, s_q=2, s_kv=5, heads=1, kv_heads=1)
     whole = GQADenseFwdOp(is_causal=True)(**made)
