@@ -16,6 +16,7 @@ __all__ = [
     "ImmutableOpError",
     "InstanceKeyError",
     "KernelBuildError",
+    "KernelLaunchError",
     "ManifestError",
     "NoKernelError",
     "OpNotAvailableError",
@@ -146,6 +147,13 @@ class KernelBuildError(BackendError):
 
     def __init__(self, op: str, target: str, kernel: str, problem: str) -> None:
         super().__init__(f"{op}: target {target!r} failed to build {kernel}: {problem}")
+
+
+class KernelLaunchError(BackendError):
+    """The CUDA driver refused to load or launch a kernel."""
+
+    def __init__(self, kernel: str, function: str, problem: str) -> None:
+        super().__init__(f"kernel {kernel}: {function}: {problem}")
 
 
 class ColdCaptureError(BackendError):

@@ -21,6 +21,8 @@ class Settings:
     """``TILEOPS_CPU_KERNEL``: ``auto`` (measured rule), ``plain`` or ``inductor``."""
     plan_limit: int
     """``TILEOPS_PLAN_LIMIT``: plans kept per op key (the oldest go first)."""
+    triton_interpret: bool
+    """``TRITON_INTERPRET=1``: Triton's own switch to interpret kernels instead of compiling."""
 
 
 _TRUE = {"1", "true", "yes", "on"}
@@ -48,4 +50,5 @@ def settings() -> Settings:
         validate_inputs=_flag("TILEOPS_VALIDATE_INPUTS"),
         cpu_kernel=cpu_kernel,
         plan_limit=int(limit),
+        triton_interpret=_flag("TRITON_INTERPRET"),
     )

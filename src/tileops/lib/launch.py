@@ -1,27 +1,37 @@
-"""Builds a Triton kernel from stated facts and launches it with little host work.
+"""Building Triton kernels and launching them with little host work.
 
 ``kernel[grid](...)`` looks at every argument of every call to decide which machine code it needs.
 Here that is said once, in a :class:`TritonBuild`, and a launch only packs its arguments and calls
 the driver. Nothing in a launch synchronises, allocates device memory or depends on the values of
 integers, so launches may be captured into a CUDA graph.
+
+Device code stands in modules of its own (``*_triton.py``) and is named, not imported: a process
+whose machine code is on disk never loads Triton.
 """
 
 from __future__ import annotations
 
+import importlib
 import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import SimpleNamespace
+from functools import cached_property
 from typing import Any
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
 
-__all__ = ["TRITON_TYPES", "Launcher", "TritonBuild", "device_guard", "pointer_to"]
+from tileops.engine.settings import settings
+from tileops.lib.driver import Binary, Launch, load
+
+__all__ = [
+    "TRITON_TYPES",
+    "Launcher",
+    "TritonBuild",
+    "cdiv",
+    "device_guard",
+    "next_power_of_2",
+    "pointer_to",
+]
 
 TRITON_TYPES = {
     torch.float16: "fp16",
@@ -43,13 +53,20 @@ _DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
 _NOTHING = nullcontext()
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
 
-Launch = Callable[..., None]
-"""``launch(grid0, grid1, grid2, *args)`` on the current stream of one device."""
-
 
 def pointer_to(dtype: torch.dtype) -> str:
     """The signature type of a pointer to elements of ``dtype``, such as ``*fp16``."""
     return "*" + TRITON_TYPES[dtype]
+
+
+def cdiv(number: int, by: int) -> int:
+    """``number / by``, rounded up."""
+    return -(-number // by)
+
+
+def next_power_of_2(number: int) -> int:
+    """The least power of two that is not below ``number`` (at least 1)."""
+    return 1 << max(number - 1, 0).bit_length()
 
 
 def device_guard(index: int) -> AbstractContextManager[Any]:
@@ -68,8 +85,8 @@ class TritonBuild:
     on CPU tensors instead.
     """
 
-    fn: Any
-    """The ``@triton.jit`` function."""
+    fn: str
+    """The ``@triton.jit`` function, as ``package.module:function``."""
     signature: tuple[tuple[str, str], ...]
     """The run-time arguments in the kernel's order: ``("x", "*fp16"), ("M", "i64")``."""
     constexprs: tuple[tuple[str, Any], ...] = ()
@@ -84,19 +101,24 @@ class TritonBuild:
     @property
     def identity(self) -> tuple[Any, ...]:
         """Equal for two builds exactly when their machine code may be shared."""
-        source = self.fn.fn
         return (
-            f"{source.__module__}.{source.__qualname__}",
+            self.fn,
             self.signature,
             self.constexprs,
             (("num_warps", self.num_warps), ("num_stages", self.num_stages), *self.options),
             self.aligned,
         )
 
+    @cached_property
+    def function(self) -> Any:
+        """The function itself; imports Triton."""
+        module, _, name = self.fn.partition(":")
+        return getattr(importlib.import_module(module), name)
+
     def __call__(self) -> Launcher:
         """The launcher of this build, loaded on the current CUDA device."""
         launcher = Launcher(self)
-        if isinstance(self.fn, JITFunction):
+        if not settings().triton_interpret:
             launcher.on(torch.cuda.current_device())
         return launcher
 
@@ -105,17 +127,23 @@ class TritonBuild:
 
         Served from Triton's on-disk cache where it was compiled before.
         """
-        if not isinstance(self.fn, JITFunction):
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+        from triton.runtime.jit import JITFunction
+
+        fn = self.function
+        if not isinstance(fn, JITFunction):
             raise RuntimeError("under TRITON_INTERPRET=1 Triton kernels cannot be compiled")
         types, constexprs = dict(self.signature), dict(self.constexprs)
-        unknown = set(self.fn.arg_names) ^ (types.keys() | constexprs.keys())
+        unknown = set(fn.arg_names) ^ (types.keys() | constexprs.keys())
         if unknown:
-            raise ValueError(f"{self.identity[0]}: arguments do not match the kernel's: {unknown}")
+            raise ValueError(f"{self.fn}: arguments do not match the kernel's: {unknown}")
         source = ASTSource(
-            self.fn,
-            {name: types.get(name, "constexpr") for name in self.fn.arg_names},
+            fn,
+            {name: types.get(name, "constexpr") for name in fn.arg_names},
             constexprs,
-            {(self.fn.arg_names.index(name),): _DIVISIBLE_BY_16 for name in self.aligned},
+            {(fn.arg_names.index(name),): _DIVISIBLE_BY_16 for name in self.aligned},
         )
         return triton.compile(
             source,
@@ -153,11 +181,11 @@ class Launcher:
         with self._loading:
             launch = self._on.get(device_index)
             if launch is None:
-                if isinstance(self._build.fn, JITFunction):
+                if settings().triton_interpret:
+                    launch = _interpret(self._build)
+                else:
                     with device_guard(device_index):
                         launch = _load(self._build, device_index)
-                else:
-                    launch = _interpret(self._build)
                 self._on[device_index] = launch
         return launch
 
@@ -167,7 +195,7 @@ def _interpret(build: TritonBuild) -> Launch:
     names, constexprs = [name for name, _ in build.signature], dict(build.constexprs)
 
     def launch(grid0: int, grid1: int, grid2: int, *args: Any) -> None:
-        build.fn[grid0, grid1, grid2](**dict(zip(names, args, strict=True)), **constexprs)
+        build.function[grid0, grid1, grid2](**dict(zip(names, args, strict=True)), **constexprs)
 
     return launch
 
@@ -175,90 +203,36 @@ def _interpret(build: TritonBuild) -> Launch:
 def _load(build: TritonBuild, device_index: int) -> Launch:
     """Compile for ``device_index``, which is current, and load there."""
     kernel = build.compile_for(torch.cuda.get_device_capability(device_index))
-    return _direct(build, kernel, device_index) or _by_compiled_kernel(build, kernel)
+    binary = _binary(kernel)
+    if binary is None:
+        return _by_compiled_kernel(build, kernel)
+    return load(binary, tuple(kind for _, kind in build.signature), device_index)
 
 
-def _direct(build: TritonBuild, kernel: Any, device_index: int) -> Launch | None:
-    """A launch by the C function under Triton's Python launcher, or None where its form is not
-    one that was tried, or where the kernel needs scratch memory allocated at each launch.
+def _binary(kernel: Any) -> Binary | None:
+    """What the driver needs of a ``CompiledKernel``; None where it needs more than a launch gives:
+    scratch memory, tensor descriptors, clusters.
     """
-    form = _DIRECT_FORMS.get(".".join(triton.__version__.split(".")[:2]))
-    scratch = kernel.metadata.global_scratch_size or kernel.metadata.profile_scratch_size
-    described = any(kind.startswith("tensordesc") for _, kind in build.signature)
-    if form is None or scratch or described:
+    meta = kernel.metadata
+    described = any(str(kind).startswith("tensordesc") for kind in kernel.src.signature.values())
+    if meta.global_scratch_size or meta.profile_scratch_size or meta.num_ctas != 1 or described:
         return None
-    kernel._init_handles()
-    # The constexprs are baked in; a launcher whose signature leaves them out need not pass them,
-    # and is shared by every build with the same run-time arguments.
-    run_time = SimpleNamespace(signature=dict(build.signature), constants={})
-    launcher = triton.runtime.driver.active.launcher_cls(run_time, kernel.metadata)
-    return form(kernel, launcher, device_index)
-
-
-def _direct_3_6(kernel: Any, launcher: Any, device_index: int) -> Launch:
-    c_launch, function, packed = launcher.launch, kernel.function, kernel.packed_metadata
-    cooperative, dependent = launcher.launch_cooperative_grid, launcher.launch_pdl
-    stream_of = torch._C._cuda_getCurrentRawStream
-
-    def launch(grid0: int, grid1: int, grid2: int, *args: Any) -> None:
-        c_launch(
-            grid0,
-            grid1,
-            grid2,
-            stream_of(device_index),
-            function,
-            cooperative,
-            dependent,
-            None,
-            None,
-            packed,
-            None,
-            None,
-            None,
-            *args,
-        )
-
-    return launch
-
-
-def _direct_3_7(kernel: Any, launcher: Any, device_index: int) -> Launch:
-    c_launch, function, packed = launcher.launch, kernel.function, kernel.packed_metadata
-    cooperative, dependent = launcher.launch_cooperative_grid, launcher.launch_pdl
-    annotations, kinds = launcher.arg_annotations, launcher.kernel_signature
-    stream_of = torch._C._cuda_getCurrentRawStream
-
-    def launch(grid0: int, grid1: int, grid2: int, *args: Any) -> None:
-        c_launch(
-            grid0,
-            grid1,
-            grid2,
-            stream_of(device_index),
-            function,
-            cooperative,
-            dependent,
-            packed,
-            None,
-            None,
-            None,
-            None,
-            None,
-            annotations,
-            kinds,
-            args,
-        )
-
-    return launch
-
-
-_DIRECT_FORMS = {"3.6": _direct_3_6, "3.7": _direct_3_7}
-"""By Triton release; tests/unit/test_launch.py tries the installed one."""
+    return Binary(
+        code=kernel.asm["cubin"],
+        name=meta.name,
+        arch=divmod(meta.target.arch, 10),
+        warps=meta.num_warps,
+        shared=meta.shared,
+        dependent=bool(meta.launch_pdl),
+        cooperative=bool(meta.launch_cooperative_grid),
+    )
 
 
 def _by_compiled_kernel(build: TritonBuild, kernel: Any) -> Launch:
-    """A launch by ``CompiledKernel``'s own door: every release has it; some 10 µs slower."""
+    """A launch by ``CompiledKernel``'s own door: takes every kernel; some 10 µs slower."""
     types, constexprs = dict(build.signature), dict(build.constexprs)
     place = {name: index for index, name in enumerate(types)}
-    order = tuple(build.fn.arg_names)
+    order = tuple(build.function.arg_names)
 
     def launch(grid0: int, grid1: int, grid2: int, *args: Any) -> None:
         every = [args[place[name]] if name in place else constexprs[name] for name in order]

@@ -3,38 +3,17 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 
 from tileops.authoring import CallSpec, Entry, Kernel, Run
-from tileops.lib.launch import Launcher, TritonBuild, pointer_to
+from tileops.lib.launch import Launcher, TritonBuild, cdiv, pointer_to
 
-__all__ = ["Silu", "silu"]
+__all__ = ["Silu"]
+
+DEVICE = f"{__name__}_triton"
 
 BLOCK = {2: 1024, 4: 512}
 """Elements of one program by bytes an element: the fastest of 1024 to 8192 halves on an H200."""
 WARPS = 4
-
-
-@triton.jit
-def silu(value):
-    """``value * sigmoid(value)`` in float32; minus infinity gives NaN as torch does."""
-    return value / (1.0 + tl.exp(-value))
-
-
-@triton.jit
-def _silu_flat(x, y, n, BLOCK: tl.constexpr, TAIL: tl.constexpr):
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    # Whole tiles take no mask: with one, n's divisibility would decide the vector width. The last
-    # tile goes in small steps, so that the masked half of the code asks for few registers.
-    if start + BLOCK <= n:
-        place = start + tl.arange(0, BLOCK)
-        tl.store(y + place, silu(tl.load(x + place).to(tl.float32)))
-    else:
-        for step in range(0, BLOCK, TAIL):
-            place = start + step + tl.arange(0, TAIL)
-            value = tl.load(x + place, mask=place < n, other=0.0).to(tl.float32)
-            tl.store(y + place, silu(value), mask=place < n)
 
 
 class Silu(Kernel):
@@ -57,7 +36,7 @@ class Silu(Kernel):
         in_place = "input" in call.written
         aligned = ("x", "y") if spec.aligned else () if in_place else ("y",)
         return TritonBuild(
-            _silu_flat,
+            f"{DEVICE}:silu_flat",
             signature=(("x", pointer), ("y", pointer), ("n", "i64")),
             constexprs=(("BLOCK", block), ("TAIL", block // 4)),
             num_warps=warps,
@@ -87,7 +66,7 @@ class Silu(Kernel):
 def _bind(launcher: Launcher, call: CallSpec, block: int) -> Run:
     spec, launch = call.spec("input"), launcher.on(call.device.index)
     count, shape, dtype, device = spec.numel, spec.shape, spec.dtype, spec.device
-    programs = triton.cdiv(count, block)
+    programs = cdiv(count, block)
 
     def out_of_place(x: torch.Tensor) -> torch.Tensor:
         y = torch.empty(shape, dtype=dtype, device=device)

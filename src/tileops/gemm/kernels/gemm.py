@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from tileops.authoring import CallSpec, Entry, Kernel, Run
-from tileops.lib.launch import Launcher, TritonBuild, pointer_to
+from tileops.lib.launch import Launcher, TritonBuild, cdiv, pointer_to
 
 __all__ = ["CublasGEMM", "Tile", "TritonGEMM"]
+
+DEVICE = f"{__name__}_triton"
 
 ROOFLINE = {
     # By compute capability: terabytes a second, and dense 16-bit teraflops a second.
@@ -97,86 +97,6 @@ TILES = {
 }
 IEEE_TILES = (Tile(64, 64, 32, 8, 2), Tile(32, 64, 32, 4, 2), Tile(16, 64, 32, 4, 2))
 """For float32, whose products are taken by the ordinary arithmetic units."""
-
-
-@triton.jit
-def _gemm(
-    a,
-    b,
-    d,
-    M,
-    N,
-    K,
-    steps_each,
-    TRANS_A: tl.constexpr,
-    TRANS_B: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    # Tiles go in groups of GROUP tile rows, column by column.
-    program = tl.program_id(0)
-    tile_rows = tl.cdiv(M, ROWS)
-    in_group = GROUP * tl.cdiv(N, COLUMNS)
-    first = program // in_group * GROUP
-    height = tl.minimum(tile_rows - first, GROUP)
-    first_row = (first + program % in_group % height).to(tl.int64) * ROWS
-    first_column = (program % in_group // height).to(tl.int64) * COLUMNS
-    part = tl.program_id(1)
-    begin = part * steps_each
-    end = tl.minimum(begin + steps_each, tl.cdiv(K, DEPTH))
-
-    # Where a tile begins is a 64-bit scalar; 32 bits address its inside.
-    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
-    along_a, along_b = tl.arange(0, DEPTH)[None, :], tl.arange(0, DEPTH)[:, None]
-    start = begin.to(tl.int64) * DEPTH
-    if TRANS_A:
-        a += start * M + first_row
-        in_a = along_a * M + row
-        step_a = M.to(tl.int64) * DEPTH
-    else:
-        a += first_row * K + start
-        in_a = row * K + along_a
-        step_a = DEPTH
-    if TRANS_B:
-        b += first_column * K + start
-        in_b = column * K + along_b
-        step_b = DEPTH
-    else:
-        b += start * N + first_column
-        in_b = along_b * N + column
-        step_b = N.to(tl.int64) * DEPTH
-    row_inside, column_inside = row < M - first_row, column < N - first_column
-
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for step in range(begin, end):
-        if EVEN_K:
-            left = tl.load(a + in_a, mask=row_inside, other=0.0)
-            right = tl.load(b + in_b, mask=column_inside, other=0.0)
-        else:
-            rest = K - step * DEPTH
-            left = tl.load(a + in_a, mask=row_inside & (along_a < rest), other=0.0)
-            right = tl.load(b + in_b, mask=column_inside & (along_b < rest), other=0.0)
-        total = tl.dot(left, right, total, input_precision=PRECISION)
-        a += step_a
-        b += step_b
-    # Parts lie behind each other; a single part is the result itself.
-    d += (part.to(tl.int64) * M + first_row) * N + first_column
-    tl.store(d + (row * N + column), total.to(d.dtype.element_ty), mask=row_inside & column_inside)
-
-
-@triton.jit
-def _add_parts(parts, d, count, number, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < count
-    total = tl.zeros([BLOCK], tl.float32)
-    for _ in range(number):
-        total += tl.load(parts + place, mask=inside, other=0.0)
-        parts += count
-    tl.store(d + place, total, mask=inside)
 
 
 ADD_BLOCK = 1024
@@ -288,7 +208,7 @@ class TritonGEMM(Kernel):
     def parts(cls, call: CallSpec, tile: Tile) -> int:
         """How many programs share one tile: as many as let every multiprocessor have one."""
         rows, columns, depth = _sizes(call)
-        tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
+        tiles = cdiv(rows, tile.rows) * cdiv(columns, tile.columns)
         room = call.device.multiprocessors // max(tiles, 1)
         return max(min(room, 16, depth // (4 * tile.depth)), 1)
 
@@ -302,7 +222,7 @@ class TritonGEMM(Kernel):
             signature = (("parts", "*fp32"), ("d", pointer_to(dtype)))
             builds.append(
                 TritonBuild(
-                    _add_parts,
+                    f"{DEVICE}:add_parts",
                     signature=(*signature, ("count", "i64"), ("number", "i32")),
                     constexprs=(("BLOCK", ADD_BLOCK),),
                     aligned=("parts", "d"),
@@ -324,7 +244,7 @@ def _product(call: CallSpec, tile: Tile, partial: bool) -> TritonBuild:
     aligned = [name for name, spec in (("a", a), ("b", b)) if spec.aligned]
     aligned += ["d", *(name for name, size in divisible.items() if size and size % 16 == 0)]
     return TritonBuild(
-        _gemm,
+        f"{DEVICE}:gemm",
         signature=(
             ("a", pointer_to(a.dtype)),
             ("b", pointer_to(b.dtype)),
@@ -359,8 +279,8 @@ def _bind(launchers: tuple[Launcher, ...], call: CallSpec, tile: Tile, parts: in
     rows, columns, depth = _sizes(call)
     dtype, device = call.spec("a").dtype, call.spec("a").device
     multiply, *add = (launcher.on(call.device.index) for launcher in launchers)
-    programs = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
-    each = triton.cdiv(triton.cdiv(depth, tile.depth), parts)
+    programs = cdiv(rows, tile.rows) * cdiv(columns, tile.columns)
+    each = cdiv(cdiv(depth, tile.depth), parts)
     count = rows * columns
 
     def whole(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -374,7 +294,7 @@ def _bind(launchers: tuple[Launcher, ...], call: CallSpec, tile: Tile, parts: in
         if count:
             partial = torch.empty((parts, count), dtype=torch.float32, device=device)
             multiply(programs, parts, 1, a, b, partial, rows, columns, depth, each)
-            add[0](triton.cdiv(count, ADD_BLOCK), 1, 1, partial, d, count, parts)
+            add[0](cdiv(count, ADD_BLOCK), 1, 1, partial, d, count, parts)
         return d
 
     return split if add else whole

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-import triton
 
 from tileops.authoring import CallSpec, Entry, Kernel, Run, TensorSpec
-from tileops.lib.launch import Launcher, TritonBuild, pointer_to
-from tileops.norm.kernels import rows as triton_rows
+from tileops.lib.launch import Launcher, TritonBuild, next_power_of_2, pointer_to
 
 __all__ = ["ManyShortRows", "RegisterRow", "StreamedRow", "Tile", "tile_for"]
+
+DEVICE = "tileops.norm.kernels.rows_triton"
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SHORT = 1024
@@ -81,7 +81,7 @@ class Rows:
         return None
 
     def build(
-        self, fn: Any, *arguments: str, warps: int, pdl: bool, **constexprs: Any
+        self, fn: str, *arguments: str, warps: int, pdl: bool, **constexprs: Any
     ) -> TritonBuild:
         """Compile ``fn``, whose run-time arguments are ``arguments``; absent tensors are None."""
         tensors = {
@@ -175,11 +175,11 @@ class Tile:
         if rows.x.numel == 0:
             return EMPTY
         build = rows.build(
-            triton_rows.normalize_rows,
+            f"{DEVICE}:normalize_rows",
             *("x", "residual", "weight", "y", "total", "rows", "eps"),
             warps=self.warps,
             pdl=self.dependent,
-            BLOCK=triton.next_power_of_2(rows.length),
+            BLOCK=next_power_of_2(rows.length),
             TILE=self.rows,
             PERSISTENT=self.per_multiprocessor is not None,
             POLICY=self.policy,
@@ -202,7 +202,7 @@ def tile_for(length: int, itemsize: int, vector: int) -> Tile:
 
     Never by the number of rows, except for ``per_multiprocessor``: a row's sum would follow it.
     """
-    block = triton.next_power_of_2(max(length, 1))
+    block = next_power_of_2(max(length, 1))
     if length <= SHORT:
         return Tile(rows=max(1, 4096 // (block * itemsize)), warps=4)
     warps = max(4, 1 << (length * itemsize // 1024).bit_length() - 1)
@@ -339,7 +339,7 @@ class StreamedRow(Kernel):
         return 4096 if rows.vector == 1 else 16384 // rows.x.dtype.itemsize
 
     @classmethod
-    def _build(cls, rows: Rows, fn: Any, *arguments: str) -> TritonBuild:
+    def _build(cls, rows: Rows, fn: str, *arguments: str) -> TritonBuild:
         return rows.build(fn, *arguments, warps=cls.WARPS, pdl=False, CHUNK=cls.chunk(rows))
 
     @classmethod
@@ -349,7 +349,7 @@ class StreamedRow(Kernel):
         if rows.x.numel == 0:
             return EMPTY
         arguments = ("x", "residual", "weight", "y", "total", "length", "eps")
-        build = cls._build(rows, triton_rows.stream_rows, *arguments)
+        build = cls._build(rows, f"{DEVICE}:stream_rows", *arguments)
 
         def bind(launcher: Launcher, call: CallSpec) -> Run:
             rows = Rows.of(call)
@@ -363,9 +363,9 @@ class StreamedRow(Kernel):
         rows = Rows.of(call)
         if rows.x.numel == 0:
             return EMPTY
-        sums = cls._build(rows, triton_rows.chunk_sums, "x", "residual", "total", "sums")
+        sums = cls._build(rows, f"{DEVICE}:chunk_sums", "x", "residual", "total", "sums")
         arguments = ("source", "weight", "y", "sums", "eps")
-        scales = cls._build(rows, triton_rows.normalize_chunks, *arguments)
+        scales = cls._build(rows, f"{DEVICE}:normalize_chunks", *arguments)
         build = functools.partial(_both, sums, scales)
         return Entry(("split", sums.identity, scales.identity), build, cls._bind_split)
 
