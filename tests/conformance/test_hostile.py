@@ -399,9 +399,9 @@ def test_a_class_without_an_entry():
 def validating(monkeypatch):
     monkeypatch.setenv("TILEOPS_VALIDATE_INPUTS", "1")
     settings.cache_clear()
-    for found in list(instances._states.values()):
+    for found in [ref for of in instances._states.values() for ref in of.values()]:
         if (state := found()) is not None:
-            state.plans.clear()  # of calls made without the setting
+            state.forget()  # of calls made without the setting
     yield
     monkeypatch.undo()
     settings.cache_clear()

@@ -93,7 +93,7 @@ def forget_builds(op: Any) -> None:
     from tileops.engine import build
 
     build._artifacts.clear()
-    op._state.plans.clear()
+    op._state.forget()
     op._state.last = None
 
 

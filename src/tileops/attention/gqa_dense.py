@@ -41,13 +41,13 @@ class GQADenseFwdOp(Op):
 
     kernel = KernelInterface(cuda=("gqa_dense:SDPA",), cpu=("gqa_dense:SDPAOnCPU",))
 
-    def plan_sizes(self, dims: Mapping[str, Any]) -> Hashable | None:
+    grows = ("S_kv",)
+
+    def region(self, dims: Mapping[str, Any]) -> Hashable | None:
         """For one query every kernel takes keys of any number; few are a kernel's matter."""
         if dims["S_q"] != 1:
             return None
-        windowed = 0 <= self.window_size_left < dims["S_kv"] - 1
-        same = (dims[name] for name in ("B", "H", "H_kv", "D", "P_rope"))
-        return (min(dims["S_kv"], 64), windowed, *same)
+        return (min(dims["S_kv"], 64), 0 <= self.window_size_left < dims["S_kv"] - 1)
 
     @staticmethod
     def decomposition(

@@ -18,6 +18,7 @@ class PagedKVCacheWriteFwdOp(Op):
     ``vllm._custom_ops.reshape_and_cache_flash``.
     """
 
+    grows = ("N",)
     kernel = KernelInterface(
         cuda=("paged_kv_cache_write:PagedKVCacheWrite",),
         cpu=("paged_kv_cache_write_cpu:IndexCopy",),

@@ -42,7 +42,10 @@ def finished(run: Run, op: Any, call: CallSpec, branch: Branch, arguments: tuple
         ),
         None,
     )
-    return _writing(run, _overlaps(entry.name, names, arguments, written), written, returned)
+    growth = type(op)._growth
+    growing = {n for n, places in enumerate(growth.places) if places} if growth else set()
+    check = _overlaps(entry.name, names, arguments, written, growing)
+    return _writing(run, check, written, returned)
 
 
 def _is_odd(tensor: torch.Tensor) -> bool:
@@ -91,19 +94,17 @@ def _writing(run: Run, check: Callable[..., None], written: list[int], returned:
 
 
 def _overlaps(
-    op: str, names: list[str], arguments: tuple[Any, ...], written: list[int]
+    op: str, names: list[str], arguments: tuple[Any, ...], written: list[int], growing: set[int]
 ) -> Callable[..., None]:
     """A check that each written tensor shares memory with no other argument: eager, functionalised
     and out-of-order kernels would each give another answer."""
-    present = [n for n, t in enumerate(arguments) if t is not None and t.numel()]
+    present = [n for n, t in enumerate(arguments) if t is not None and (t.numel() or n in growing)]
     device = arguments[written[0]].device
     present = [n for n in present if arguments[n].device == device and device.type != "meta"]
     pairs = [(n, m) for n in written for m in present if n in present and m != n]
     # A contiguous tensor's extent is a fact of the plan; the strides of another are not.
-    sizes = {
-        n: arguments[n].numel() * arguments[n].element_size() if arguments[n].is_contiguous() else 0
-        for n in present
-    }
+    sizes = {n: arguments[n].nbytes for n in present
+             if arguments[n].is_contiguous() and n not in growing}  # fmt: skip
     inference = torch.is_inference_mode_enabled
 
     def check(args: tuple[Any, ...]) -> None:
@@ -112,9 +113,9 @@ def _overlaps(
                 raise CheckError(op, names[n], "an inference tensor",
                                  "a normal one outside inference mode, since it is written")  # fmt: skip
         begins = {n: args[n].data_ptr() for n in present}
-        ends = {n: begins[n] + (sizes[n] or _reach(args[n])) for n in present}
+        ends = {n: begins[n] + (sizes.get(n) or _reach(args[n])) for n in present}
         for n, m in pairs:
-            if begins[m] < ends[n] and begins[n] < ends[m]:
+            if begins[m] < ends[n] and begins[n] < ends[m] and begins[m] < ends[m]:
                 raise CheckError(
                     op, names[n], f"memory shared with argument '{names[m]}'",
                     "a written tensor that shares memory with no other argument",
@@ -125,5 +126,7 @@ def _overlaps(
 
 def _reach(tensor: torch.Tensor) -> int:
     """Bytes from the first to one past the last element of a tensor with any strides."""
+    if not tensor.numel():
+        return 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return int((sum((size - 1) * step for size, step in steps) + 1) * tensor.element_size())

@@ -6,12 +6,14 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
 from tileops.engine import targets
 from tileops.engine.boundary.generate import MISSING_ARGUMENT, Boundary, _superfluous, make_calls
+from tileops.engine.boundary.growth import Growth, growth_of
 from tileops.engine.boundary.instances import OpState, state_of
 from tileops.engine.boundary.owners import claim
 from tileops.engine.boundary.refusals import refuse_without_storage
@@ -20,7 +22,15 @@ from tileops.engine.errors import CheckError, ImmutableOpError, ManifestError
 from tileops.engine.kernel import CallSpec, Kernel, KernelInterface, TensorSpec
 from tileops.engine.manifest.catalog import family_file, load_family
 from tileops.engine.manifest.entry import Entry, Param
-from tileops.engine.plan import LastCall, Plan, call_spec, in_tree_kernels, make_plan, resolve_entry
+from tileops.engine.plan import (
+    LastCall,
+    Plan,
+    call_spec,
+    grown_call,
+    in_tree_kernels,
+    make_plan,
+    resolve_entry,
+)
 from tileops.engine.roofline import Roofline, roofline_of
 from tileops.engine.settings import settings
 from tileops.engine.signature.generate import make_constructor_check, make_signature
@@ -32,7 +42,7 @@ __all__ = ["Op"]
 def _plan(state: OpState, facts: Any, arguments: tuple[Any, ...]) -> Plan:
     plan = make_plan(state, facts, arguments)
     if settings().validate_inputs:
-        state.plans.clear()  # what index inputs hold is a fact of each call
+        state.forget()  # what index inputs hold is a fact of each call
         check_content(state.op, plan.made.call, arguments)
     return plan
 
@@ -56,8 +66,12 @@ class Op:
     """The torch operators of the class, one per side-effect branch; () when it has no boundary."""
     kernel: ClassVar[KernelInterface | None] = None
     decomposition: ClassVar[Callable[..., Any] | None] = None
+    grows: ClassVar[tuple[str, ...]] = ()
+    """Dims whose sizes calls need not share to share a plan, such as a sequence's length: every kernel
+    of the class reads them from the tensors it is given. See ``region``."""
     kernel_package: ClassVar[str]
     _boundary: ClassVar[Boundary]
+    _growth: ClassVar[Growth | None]
     _signature: ClassVar[Callable[..., Any]]
     _check_params: ClassVar[Callable[[dict[str, Any]], None]]
 
@@ -94,6 +108,8 @@ class Op:
         cls._check_params = staticmethod(make_constructor_check(cls.entry))
         if "__init__" not in cls.__dict__:
             _give_constructor(cls)
+        regions = cls.region is not Op.region
+        cls._growth = growth_of(cls.entry, tuple(cls.grows), regions, owner.suffix)
         cls._boundary = make_calls(
             cls, cls.entry, owner, _plan, targets.epoch, targets.context_target
         )
@@ -133,11 +149,10 @@ class Op:
     def setup(self) -> None:
         """Hook of a subclass: derive constants or sub-ops from the parameters with ``settle``."""
 
-    def plan_sizes(self, dims: Mapping[str, Any]) -> Hashable | None:
-        """Hook of a subclass whose calls grow: calls that agree in the result share a plan. None:
-        every size counts. All that a kernel's ``refuses``, ``entry_for`` and ``bind`` branch on must
-        be in it."""
-        return None
+    def region(self, dims: Mapping[str, Any]) -> Hashable | None:
+        """Hook of a subclass that ``grows``: calls share a plan where this agrees, and all that a
+        kernel's ``refuses``, ``entry_for`` and ``bind`` branch on must be in it. None: not this call."""
+        return ()
 
     def settle(self, **attributes: Any) -> None:
         """Set attributes during ``setup``; afterwards an op is immutable."""
@@ -216,7 +231,7 @@ class Op:
             type(self)._signature(self, *inputs, out)
             return self.forward(**dict(zip(names, arguments, strict=True)))
         state = self._state
-        facts = (targets.epoch(), targets.context_target(), torch.get_default_device())
+        facts = (targets.epoch.now, targets.context_target(), torch.get_default_device())
         plan = state.plans.get(facts) or _plan(state, facts, ())
         state.last = plan
         return plan.run()
@@ -242,8 +257,14 @@ class Op:
     @property
     def last_call(self) -> LastCall | None:
         """What served the last call of this op or of an equal one, None before the first."""
-        plan = self._state.last
-        return None if plan is None else plan.made
+        state = self._state
+        plan, growth = state.last, type(self)._growth
+        if plan is None or growth is None or plan.exact:
+            return None if plan is None else plan.made
+        grown = dict(zip(growth.names, state.sizes, strict=True))
+        if all(plan.dims[name] == size for name, size in grown.items()):
+            return plan.made
+        return replace(plan.made, call=grown_call(self, plan.made.call, growth, grown))
 
     @property
     def serving_target(self) -> str | None:
@@ -258,7 +279,7 @@ class Op:
         """
         with self._state.lock:
             self._state.tune = True
-            self._state.plans.clear()
+            self._state.forget()
 
     def _spec(self, arguments: tuple[Any, ...]) -> CallSpec:
         if not arguments and (self.entry.inputs or self._state.last is not None):

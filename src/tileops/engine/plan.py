@@ -5,14 +5,15 @@ A plan holds what was decided: checks passed, target, kernel entry, how outputs 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from tileops.engine import record, targets
+from tileops.engine.boundary.growth import Growth
 from tileops.engine.boundary.instances import OpState
 from tileops.engine.build import built, is_built
 from tileops.engine.decomposition import decomposition_kernels
@@ -27,7 +28,15 @@ from tileops.engine.manifest.entry import Branch
 from tileops.engine.select import Selection, claimants, load_kernel, select
 from tileops.engine.settings import settings
 
-__all__ = ["LastCall", "Plan", "call_spec", "in_tree_kernels", "make_plan", "resolve_entry"]
+__all__ = [
+    "LastCall",
+    "Plan",
+    "call_spec",
+    "grown_call",
+    "in_tree_kernels",
+    "make_plan",
+    "resolve_entry",
+]
 
 
 @dataclass(frozen=True)
@@ -48,12 +57,23 @@ class LastCall:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Plan:
     """``run(*inputs, [out])`` gives what the op returns."""
 
     run: Callable[..., Any]
     made: LastCall
+    epoch: int = -1
+    """Of the targets, when it was made."""
+    context: str | None = None
+    """The target that the context asked for."""
+    exact: bool = True
+    """It serves the sizes of its call and no others."""
+    dims: Mapping[str, Any] = field(default_factory=dict)
+    region: Any = ()
+    """What the op's ``region`` gave, which the sizes along growing dims must give as well."""
+    hot: Any = None
+    """Its guard, once it has been found a second time."""
 
 
 def _branch(cls: Any, inputs: tuple[Any, ...], op: Any, out: Any) -> Branch:
@@ -114,6 +134,24 @@ def call_spec(
         key=op._instance_key,
     )  # fmt: skip
     return call, branch
+
+
+def grown_call(op: Any, call: CallSpec, growth: Growth, sizes: Mapping[str, int]) -> CallSpec:
+    """The facts of a call like ``call`` but for the sizes along growing dims."""
+    given: list[torch.Tensor | None] = []
+    for spec, names in zip(call.inputs.values(), growth.places, strict=True):
+        if spec is not None:
+            shape = [sizes.get(names.get(axis, ""), size) for axis, size in enumerate(spec.shape)]
+            given.append(torch.empty(shape, dtype=spec.dtype, device="meta"))
+        else:
+            given.append(None)
+    there = call_spec(op, tuple(given), None)[0]
+    device = next(spec.device for spec in call.inputs.values() if spec is not None)
+
+    def on(specs: Mapping[str, TensorSpec | None]) -> dict[str, TensorSpec | None]:
+        return {name: s and replace(s, device=device) for name, s in specs.items()}
+
+    return replace(call, dims=there.dims, inputs=on(there.inputs), outputs=on(there.outputs))
 
 
 def _is_input(entry: Any) -> str:
@@ -300,37 +338,45 @@ def _tuned(op: Any, call: CallSpec, inputs: tuple[Any, ...]) -> tuple[Selection,
     return Selection(kernel, (*refused, *losers)), entry
 
 
-def _place(op: Any, facts: Any, arguments: tuple[Any, ...], dims: Any) -> Any:
-    """Where the plan of a call stands: its facts, or those of them that the op says matter."""
-    sizes = op.plan_sizes(dims) if arguments else None
-    if sizes is None:
-        return facts
+def _place(op: Any, facts: Any, arguments: tuple[Any, ...], dims: Any) -> tuple[Any, Any]:
+    """Where the plan of a call stands, and the region that it is for: all facts of the call, or those
+    that remain where the op grows."""
+    grows = type(op).grows
+    region = op.region(dims) if grows else None
+    if region is None:
+        return facts, ()
     seen = tuple(
         None if t is None else (t.dtype, t.device, t.is_contiguous(), t.data_ptr() & 15, t.is_neg())
         for t in arguments
     )
-    return (facts[0], facts[1], seen, sizes)
+    fixed = tuple(size for name, size in dims.items() if name not in grows)
+    return (facts[0], facts[1], seen, fixed, region), region
 
 
 def make_plan(state: OpState, facts: Any, arguments: tuple[Any, ...]) -> Plan:
     """Check, decide, build, store. Nothing is stored when anything fails."""
     op = state.op
-    entry = type(op).entry
+    cls = type(op)
+    entry = cls.entry
     count = len(entry.inputs)
     inputs, out = arguments[:count], arguments[count] if entry.has_out else None
-    checked = type(op)._signature(op, *inputs, out)
-    place = _place(op, facts, arguments, checked[1])
+    checked = cls._signature(op, *inputs, out)
+    dims = checked[1]
+    place, region = _place(op, facts, arguments, dims)
     known = state.plans.get(place)
-    call, branch = call_spec(op, inputs, out, checked)
     if known is not None:
-        return Plan(known.run, replace(known.made, call=call))
+        state.sizes = tuple(dims[name] for name in cls.grows)
+        return known
+    call, branch = call_spec(op, inputs, out, checked)
     run, made = _meta(call) if call.device.type == "meta" else _serve(op, call, state, inputs)
-    plan = Plan(finished(run, op, call, branch, arguments), made)
+    # A foreign kernel is built for exact sizes, and a tuned one was timed at them.
+    exact = place is facts or made.target != targets.BUILTIN or state.tune
+    run = finished(run, op, call, branch, arguments)
+    plan = Plan(run, made, facts[0], facts[1], exact, dims, region)
+    state.sizes = tuple(dims[name] for name in cls.grows)
     with state.lock:
         while len(state.plans) >= settings().plan_limit:
             state.plans.pop(next(iter(state.plans)))
-        # A foreign kernel is built for exact sizes, and a tuned one was timed at them.
-        exact = made.target != targets.BUILTIN or state.tune
         state.plans[facts if exact else place] = plan
     if record.listening():
         record.emit("plan", op=call.op, key=call.key, target=made.target, kernel=made.kernel,

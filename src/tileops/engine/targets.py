@@ -80,21 +80,23 @@ _discovered = False
 _discovering = False
 _default: str | None = None
 _default_set = False
-_epoch = 0
 _context: ContextVar[str | None] = ContextVar("tileops_target", default=None)
 _warned: set[tuple[str, str]] = set()
 
 context_target = _context.get
 
 
-def epoch() -> int:
-    """Changes with every registration and process default: plans made before are stale."""
-    return _epoch
+class _Epoch:
+    """``now`` changes with every registration and process default: plans made before are stale."""
+
+    now = 0
+
+
+epoch = _Epoch()
 
 
 def _bump() -> None:
-    global _epoch
-    _epoch += 1
+    epoch.now += 1
     device_facts.cache_clear()
 
 
@@ -120,7 +122,7 @@ def register_kernel_builder(target: str, op: str, build_kernel: BuildKernel) -> 
     with _lock:
         _builders.setdefault(target, {})[op] = build_kernel
         _bump()
-        _registrations[target, op] = _epoch
+        _registrations[target, op] = epoch.now
 
 
 def register_detector(target: str, claims: Callable[[torch.device], bool]) -> None:

@@ -17,6 +17,7 @@ class RoPENeoxPositionIdsFwdOp(Op):
     ``vllm._custom_ops.rotary_embedding`` (which writes its input instead).
     """
 
+    grows = ("N",)
     kernel = KernelInterface(
         cuda=("rope_neox_position_ids:RopeNeoxPositionIds",),
         cpu=("rope_neox_cpu:RotateHalves",),

@@ -68,10 +68,10 @@ def _bind(launcher: Launcher, call: CallSpec, grain: int, height: int, width: in
         call.spec("k").shape,
         call.spec("k_cache"),
     )
-    tokens, columns = shape[0], math.prod(shape[1:])
+    columns = math.prod(shape[1:])
     capacity = cache.shape[0] * cache.shape[1]
     groups, tiles = columns // grain, cdiv(columns, width)
-    programs = cdiv(tokens, height) * tiles if capacity else 0
+    tiles = tiles if capacity else 0
 
     def copy(
         k: torch.Tensor,
@@ -81,6 +81,8 @@ def _bind(launcher: Launcher, call: CallSpec, grain: int, height: int, width: in
         slots: torch.Tensor,
         *_: torch.Tensor | None,
     ) -> None:
+        tokens = k.shape[0]  # which may differ from call to call
+        programs = -(-tokens // height) * tiles
         if programs:
             launch(programs, 1, 1, k, v, k_cache, v_cache, slots, tokens, capacity, groups, tiles)
 
@@ -93,6 +95,8 @@ def _bind(launcher: Launcher, call: CallSpec, grain: int, height: int, width: in
         k_scale: torch.Tensor,
         v_scale: torch.Tensor,
     ) -> None:
+        tokens = k.shape[0]
+        programs = -(-tokens // height) * tiles
         if programs:
             bytes_of = (k_cache.view(torch.uint8), v_cache.view(torch.uint8))
             sizes = (tokens, capacity, groups, tiles)

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from tileops.engine.boundary.gate import direct
-from tileops.engine.boundary.instances import resolve
+from tileops.engine.boundary.gate import NAMES, QUIET, QUIET_BELOW, direct, keys_below_autograd
+from tileops.engine.boundary.hot import ABSENT, keep_hot
+from tileops.engine.boundary.instances import live_states, resolve
 from tileops.engine.boundary.naming import operator_base_name
 from tileops.engine.boundary.owners import Owner
 from tileops.engine.boundary.refusals import (
@@ -143,7 +144,7 @@ def _presence(entry: Entry) -> list[str]:
 
 def _facts(entry: Entry, names: list[str]) -> str:
     """The facts of a call that a plan depends on, as one tuple expression."""
-    parts = ["_epoch()", "_context()"]
+    parts = ["_epoch.now", "_context()"]
     optional = {i.name for i in entry.inputs if i.optional}
     mutated = {i.name for i in entry.inputs if i.mutated is not None}
     for name in [*names, *(["out"] if entry.has_out else [])]:
@@ -158,6 +159,37 @@ def _facts(entry: Entry, names: list[str]) -> str:
         else:
             parts.append(facts)
     return f"({', '.join(parts)})"
+
+
+def _hot_lines(entry: Entry, names: list[str], growing: bool) -> list[str]:
+    """Runs the plan behind a guard that takes the call, if there is one: see ``hot``."""
+    optional = {i.name for i in entry.inputs if i.optional} | {"out"}
+    buffers = [*names, *(["out"] if entry.has_out else [])]
+    passed = ", ".join(buffers)
+    absent = [n for n in buffers if n in optional]
+    guarded = [f"_or_{n}" if n in absent else n for n in buffers]
+    addresses = " | ".join(f"{n}.data_ptr()" for n in guarded)
+    tests = [f"hot.check({', '.join(guarded)})", "hot.epoch == _epoch.now",
+             "hot.context == _context()", "not (hot.grads and _grad_enabled())",
+             f"not ({addresses}) & 15"]  # fmt: skip
+    # The guard ends the process where a tensor has no strides; of those that are no subclass only
+    # the nested one comes to that.
+    nested = " or ".join(f"{n}.is_nested" for n in guarded)
+    lines = [
+        *(f"_or_{n} = _ABSENT if {n} is None else {n}" for n in absent),
+        f"try: _hots = () if {nested} else _shared.hots",
+        "except AttributeError: _hots = ()",  # not all are tensors
+        "for hot in _hots:",
+        f"    if {' and '.join(tests)}:",
+    ]
+    if growing:
+        lines += [
+            "        if hot.grown:",
+            f"            sizes = _growth.sizes(_shared.op, hot.plan, {passed})",
+            "            if sizes is None: continue",
+            "            _shared.sizes = sizes",
+        ]
+    return [*lines, "        _shared.last = hot.plan", f"        return hot.run({passed})"]
 
 
 def _branch_test(entry: Entry, branch: Branch) -> str:
@@ -196,7 +228,7 @@ def _result(entry: Entry, branch: Branch) -> str:
     return values[0] if len(values) == 1 else f"({', '.join(values)})"
 
 
-def calls_source(entry: Entry, branches: tuple[Branch, ...]) -> str:
+def calls_source(entry: Entry, branches: tuple[Branch, ...], growing: bool = False) -> str:
     """Source of ``__call__``, ``_call_boundary`` and ``_run`` of one class."""
     parameters, names = _parameters(entry)
     buffers = [*names, *(["out"] if entry.has_out else [])]
@@ -223,8 +255,12 @@ def calls_source(entry: Entry, branches: tuple[Branch, ...]) -> str:
         *([f"        {_whole_signature(entry)}"] if entry.composition else []),
         f"        return self.{'_call_boundary' if entry.has_boundary else 'forward'}({by_name})",
     ]
+    hot = _hot_lines(entry, names, growing)
     if entry.has_boundary:
         lines += [
+            f"    if not _extra and not _unknown and {QUIET}:",
+            "        _shared = self._state",
+            *(f"        {line}" for line in hot),
             f"    if {exact} and not _extra and not _unknown:",
             f"        if _direct() and not (_grad_enabled() and ({grads})):",
             f"            return _run(self._state, {passed})",
@@ -237,6 +273,7 @@ def calls_source(entry: Entry, branches: tuple[Branch, ...]) -> str:
     lines += [
         "",
         f"def _run(_shared, {passed}):",
+        *(f"    {line}" for line in hot),
         "    try:",
         f"        facts = {_facts(entry, names)}",
         "    except RuntimeError:",
@@ -245,6 +282,8 @@ def calls_source(entry: Entry, branches: tuple[Branch, ...]) -> str:
         "    plan = _shared.plans.get(facts)",
         "    if plan is None:",
         f"        plan = _make_plan(_shared, facts, ({passed},))",
+        "    else:",
+        f"        _keep_hot(_shared, plan, ({passed},), _growth)",
         "    _shared.last = plan",
         f"    return plan.run({passed})",
         "",
@@ -260,7 +299,7 @@ def calls_source(entry: Entry, branches: tuple[Branch, ...]) -> str:
         ]
     lines.append("    raise AssertionError('no side-effect branch holds')")
     for index, branch in enumerate(branches):
-        lines += ["", *_operator_source(entry, branch, index, names)]
+        lines += ["", *_operator_source(entry, branch, index, names, hot)]
     return "\n".join(lines) + "\n"
 
 
@@ -272,7 +311,9 @@ def _boundary_parameters(entry: Entry) -> str:
     return ", ".join([*parts, *(["*", *keyword] if keyword else [])])
 
 
-def _operator_source(entry: Entry, branch: Branch, index: int, names: list[str]) -> list[str]:
+def _operator_source(
+    entry: Entry, branch: Branch, index: int, names: list[str], hot: list[str]
+) -> list[str]:
     """Body, fake and Autograd kernel of one branch."""
     tensors = [*names, *(["out"] if branch.out else [])]
     arguments = ", ".join([*tensors, "instance_key"])
@@ -299,6 +340,13 @@ def _operator_source(entry: Entry, branch: Branch, index: int, names: list[str])
     written = [*branch.writes, *(["out"] if branch.out else [])]
     checked = passed if entry.has_out else f"{passed}, None"
     bump = [f"    _bump_version({n})" for n in written]
+    shortcut = [
+        f"    if {QUIET_BELOW}:",
+        "        _ref = _live(instance_key)",
+        "        _shared = (_ref and _ref()) or _resolve(_cls, instance_key)",
+        *(["        out = None"] if entry.has_out else []),
+        *(f"        {line}" for line in hot),
+    ]
     lines = [
         f"def _body_{index}({arguments}):",
         "    if _autocast():",  # what is cast is what the caller casts
@@ -312,7 +360,9 @@ def _operator_source(entry: Entry, branch: Branch, index: int, names: list[str])
         f"    outputs, _, device = _signature(_resolve(_cls, instance_key).op, {checked})",
         f"    return {_fake_result(returned)}",
         "",
-        f"def _autograd_{index}(keyset, {arguments}):",
+        f"def _autograd_{index}({arguments}):",
+        # What compiled code calls: where a guard takes the call there is nothing to decide.
+        *(shortcut if len(returned) == len(entry.outputs) and not written else []),
         f"    if _grad_enabled() and ({each('{}.requires_grad', ' or ')}):",
     ]
     if written:
@@ -320,14 +370,14 @@ def _operator_source(entry: Entry, branch: Branch, index: int, names: list[str])
             f"        _refuse_written_grad(_cls, {_mapping(written)}, {_mapping(tensors)})"
         )
     if returned:
-        lines.append(f"        return _refuse_{index}(keyset, {arguments})")
+        lines.append(f"        return _refuse_{index}({arguments})")
     lines += [
         "    if _forward_level() >= 0:",
         f"        _refuse_tangents(_cls, ({', '.join(tensors)},))",
         f"    if {each('type({}) in _EXACT', ' and ')} and _direct():",
         f"        return _body_{index}({arguments})",
         "    with _below_autograd():",
-        f"        r = _op_{index}.redispatch(keyset & _after_autograd, {arguments})",
+        f"        r = _op_{index}.redispatch(_keys_below_autograd(({', '.join(tensors)},)), {arguments})",
         *bump,
         "    return r",
     ]
@@ -369,15 +419,16 @@ def make_calls(
     entry: Entry,
     owner: Owner,
     make_plan: Callable[..., Any],
-    epoch: Callable[[], int],
+    epoch: Any,
     context_target: Callable[[], str | None],
 ) -> Boundary:
     """Define the operators of ``cls`` and give it its generated methods.
 
-    ``make_plan``, ``epoch`` and ``context_target`` are handed in: the boundary knows no targets.
+    ``make_plan``, ``epoch`` (its ``now``) and ``context_target`` are handed in: the boundary knows no
+    targets.
     """
     branches = entry.branches if entry.has_boundary else ()
-    source = calls_source(entry, branches)
+    source = calls_source(entry, branches, cls._growth is not None)
     base = operator_base_name(entry.family, entry.name)
     filename = f"tileops_generated/{entry.family}/{base}_boundary{owner.suffix}.py"
     namespace: dict[str, Any] = {
@@ -392,6 +443,10 @@ def make_calls(
         "_epoch": epoch,
         "_context": context_target,
         "_make_plan": make_plan,
+        "_keep_hot": keep_hot,
+        "_ABSENT": ABSENT,
+        "_growth": cls._growth,
+        **NAMES,
         "_resolve": resolve,
         "_signature": cls._signature,
         "_empty": torch.empty,
@@ -403,7 +458,8 @@ def make_calls(
         "_below_autograd": torch._C._AutoDispatchBelowAutograd,
         "_autocast": torch._C._is_any_autocast_enabled,
         "_without_autocast": torch._C._DisableAutocast,
-        "_after_autograd": torch._C._after_autograd_keyset,
+        "_keys_below_autograd": keys_below_autograd,
+        "_live": live_states(cls).get,
     }
     namespace = compile_source(source, filename, namespace)
     cls.__call__ = namespace["__call__"]
@@ -430,7 +486,7 @@ def _define(
         overload = getattr(torch.ops.tileops, name).default
         library.impl(name, namespace[f"_body_{index}"], "CompositeExplicitAutograd")
         torch.library.register_fake(f"tileops::{name}", namespace[f"_fake_{index}"], lib=library)
-        library.impl(name, namespace[f"_autograd_{index}"], "Autograd", with_keyset=True)
+        library.impl(name, namespace[f"_autograd_{index}"], "Autograd")
         namespace[f"_op_{index}"] = overload
         namespace[f"_refuse_{index}"] = refusing_function(cls, overload, name)
         operators.append(Operator(f"tileops::{name}", schema, branch, overload))

@@ -10,27 +10,50 @@ from typing import Any
 from tileops.engine.errors import InstanceKeyError, TileopsError
 from tileops.engine.signature.literal import read_call
 
-__all__ = ["OpState", "resolve", "state_of"]
+__all__ = ["OpState", "live_states", "resolve", "state_of"]
 
 
 class OpState:
     """What equal ops share: plans, the last call, tuning choices. Keyed by the instance key."""
 
-    __slots__ = ("__weakref__", "canonical", "key", "last", "lock", "op", "plans", "tune")
+    __slots__ = (
+        "__weakref__",
+        "canonical",
+        "hots",
+        "key",
+        "last",
+        "lock",
+        "op",
+        "plans",
+        "sizes",
+        "tune",
+    )
 
     def __init__(self, key: str, canonical: bool) -> None:
         self.key = key
         self.canonical = canonical
         self.plans: dict[Any, Any] = {}
+        self.hots: tuple[Any, ...] = ()
+        """Plans behind guards, the latest first; replaced whole, so that no reader takes a lock."""
         self.last: Any = None
+        self.sizes: tuple[int, ...] = ()
+        """Of the last call along the dims that grow."""
         self.lock = threading.RLock()
         self.tune = False
         self.op: Any = None
         """The op that forward runs on; all ops of this key are interchangeable."""
 
+    def forget(self) -> None:
+        """Drop all plans: each next call decides afresh."""
+        with self.lock:
+            self.plans.clear()
+            self.hots = ()
+
 
 _lock = threading.RLock()
-_states: dict[tuple[type, str], weakref.ref[OpState]] = {}
+_states: weakref.WeakKeyDictionary[type, dict[str, weakref.ref[OpState]]] = (
+    weakref.WeakKeyDictionary()
+)
 # By hand and not a WeakValueDictionary: a compiled graph looks here at every call of every op.
 _pinned: dict[tuple[type, str], OpState] = {}
 
@@ -38,24 +61,30 @@ _pinned: dict[tuple[type, str], OpState] = {}
 def state_of(cls: type, key: str, canonical: bool, make: Callable[[], Any]) -> OpState:
     """The shared state of ``key``; ``make`` gives the op it runs on when the state is new."""
     with _lock:
-        found = _states.get((cls, key))
+        states = live_states(cls)
+        found = states.get(key)
         state = None if found is None else found()
         if state is None:
             state = OpState(key, canonical)
             state.op = make()
-            _states[(cls, key)] = weakref.ref(state, lambda dead: _forget((cls, key), dead))
+            states[key] = weakref.ref(state, lambda dead: _forget(states, key, dead))
         return state
 
 
-def _forget(place: tuple[type, str], dead: weakref.ref[OpState]) -> None:
+def live_states(cls: type) -> dict[str, weakref.ref[OpState]]:
+    """The states of a class by key; generated code looks there first."""
+    return _states.setdefault(cls, {})
+
+
+def _forget(states: dict[str, weakref.ref[OpState]], key: str, dead: weakref.ref[OpState]) -> None:
     # Without the lock: this runs in whichever thread collects, whatever that thread holds.
-    if _states.get(place) is dead:  # else a new state has taken the place
-        _states.pop(place, None)
+    if states.get(key) is dead:  # else a new state has taken the place
+        states.pop(key, None)
 
 
 def resolve(cls: Any, key: str) -> OpState:
     """The state a compiled graph names. Raises ``InstanceKeyError``."""
-    found = _states.get((cls, key))
+    found = live_states(cls).get(key)
     state = None if found is None else found()
     if state is None:
         with _lock:

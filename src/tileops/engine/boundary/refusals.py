@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from tileops.engine.boundary.gate import keys_below_autograd
 from tileops.engine.errors import BackwardError, CheckError, TransformError
 
 __all__ = [
@@ -73,9 +74,9 @@ def refusing_function(cls: Any, overload: Any, name: str) -> Callable[..., Any]:
     before: the refusal is an operator, so that a graph with a backward can be compiled, and raises
     only if that backward runs."""
 
-    def forward(keyset: Any, *args: Any) -> Any:
+    def forward(*args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            return overload.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+            return overload.redispatch(keys_below_autograd(args), *args)
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.facts = [

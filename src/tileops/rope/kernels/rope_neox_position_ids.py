@@ -17,7 +17,7 @@ from fractions import Fraction
 import torch
 
 from tileops.authoring import CallSpec, Entry, Kernel, Run
-from tileops.lib.launch import Launcher, TritonBuild, cdiv, next_power_of_2, pointer_to
+from tileops.lib.launch import Launcher, TritonBuild, next_power_of_2, pointer_to
 
 __all__ = ["RopeNeoxPositionIds", "turns_per_position"]
 
@@ -109,17 +109,15 @@ def _load(
 
 def _bind(launcher: Launcher, turns: torch.Tensor, call: CallSpec, height: int) -> Run:
     spec, launch = call.spec("x"), launcher.on(call.device.index)
-    shape, dtype, device = spec.shape, spec.dtype, spec.device
-    tokens, heads, width = shape
-    wanted = cdiv(PROGRAMS_PER_SM * call.device.multiprocessors, max(tokens, 1))
-    each = max(cdiv(heads, wanted * height), 1) * height
-    parts = cdiv(heads, each)
-    programs = tokens * parts if width else 0
+    _, heads, width = spec.shape
+    most, empty_like = PROGRAMS_PER_SM * call.device.multiprocessors, torch.empty_like
 
     def run(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        y = torch.empty(shape, dtype=dtype, device=device)
-        if programs:
-            launch(programs, 1, 1, x, positions, turns, y, heads, each, parts)
+        y, tokens = empty_like(x), x.shape[0]  # which may differ from call to call
+        each = max(-(-heads // (-(-most // (tokens or 1)) * height)), 1) * height
+        parts = -(-heads // each)
+        if tokens * parts and width:
+            launch(tokens * parts, 1, 1, x, positions, turns, y, heads, each, parts)
         return y
 
     return run

@@ -1,0 +1,1 @@
+"""Measurements that belong to the library: ``python -m tileops.bench host``."""
