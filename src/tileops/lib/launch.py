@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from tileops.engine.settings import settings
-from tileops.lib.driver import Binary, Launch, load
+from tileops.lib.driver import Launch, load
+from tileops.lib.machine_code import code_for, collector
 
 __all__ = [
     "TRITON_TYPES",
@@ -80,9 +81,9 @@ def device_guard(index: int) -> AbstractContextManager[Any]:
 class TritonBuild:
     """One compilation of a Triton kernel: what decides the machine code, and nothing else.
 
-    Calling it compiles for the current CUDA device, loads, and gives the :class:`Launcher`. Under
-    ``TRITON_INTERPRET=1`` (read by Triton when it is imported) the launcher interprets the kernel
-    on CPU tensors instead.
+    Calling it loads the machine code for the current CUDA device, out of the cache or compiled, and
+    gives the :class:`Launcher`. Under ``TRITON_INTERPRET=1`` (read by Triton when it is imported)
+    the launcher interprets the kernel on CPU tensors instead.
     """
 
     fn: str
@@ -118,7 +119,10 @@ class TritonBuild:
     def __call__(self) -> Launcher:
         """The launcher of this build, loaded on the current CUDA device."""
         launcher = Launcher(self)
-        if not settings().triton_interpret:
+        asked = collector()
+        if asked is not None:
+            asked.append(self)
+        elif not settings().triton_interpret:
             launcher.on(torch.cuda.current_device())
         return launcher
 
@@ -201,31 +205,11 @@ def _interpret(build: TritonBuild) -> Launch:
 
 
 def _load(build: TritonBuild, device_index: int) -> Launch:
-    """Compile for ``device_index``, which is current, and load there."""
-    kernel = build.compile_for(torch.cuda.get_device_capability(device_index))
-    binary = _binary(kernel)
-    if binary is None:
-        return _by_compiled_kernel(build, kernel)
-    return load(binary, tuple(kind for _, kind in build.signature), device_index)
-
-
-def _binary(kernel: Any) -> Binary | None:
-    """What the driver needs of a ``CompiledKernel``; None where it needs more than a launch gives:
-    scratch memory, tensor descriptors, clusters.
-    """
-    meta = kernel.metadata
-    described = any(str(kind).startswith("tensordesc") for kind in kernel.src.signature.values())
-    if meta.global_scratch_size or meta.profile_scratch_size or meta.num_ctas != 1 or described:
-        return None
-    return Binary(
-        code=kernel.asm["cubin"],
-        name=meta.name,
-        arch=divmod(meta.target.arch, 10),
-        warps=meta.num_warps,
-        shared=meta.shared,
-        dependent=bool(meta.launch_pdl),
-        cooperative=bool(meta.launch_cooperative_grid),
-    )
+    """Fetch or compile for ``device_index``, which is current, and load there."""
+    code = code_for(build, torch.cuda.get_device_capability(device_index))
+    if code.binary is None:
+        return _by_compiled_kernel(build, code.compiled)
+    return load(code.binary, tuple(kind for _, kind in build.signature), device_index)
 
 
 def _by_compiled_kernel(build: TritonBuild, kernel: Any) -> Launch:
