@@ -156,10 +156,12 @@ def _raises(number):
 def test_a_disk_that_cannot_be_written(cache, monkeypatch, target, name, number):
     with monkeypatch.context() as broken:
         broken.setattr(target, name, _raises(number))
-        with pytest.warns(RuntimeWarning, match="kernels are not kept.*cannot be written") as said:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
             put(cache)
             put(cache)
-        assert len(said) == 1
+        (only,) = said
+        assert "kernels are not kept" in str(only.message)
     assert not cache.path.exists() or names(cache) == []
     put(cache)
 

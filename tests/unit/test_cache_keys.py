@@ -275,7 +275,7 @@ def test_keys_are_the_same_in_every_process_and_order():
                 check=True,
                 capture_output=True,
                 text=True,
-            ).stdout  # fmt: skip
+            ).stdout
         )
     (only,) = found
     assert len({key for _, key in json.loads(only)}) == 4

@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
+from tileops.engine.asked import collector
 from tileops.engine.settings import settings
 from tileops.lib.driver import Launch, load
-from tileops.lib.machine_code import code_for, collector
+from tileops.lib.machine_code import Code, check_card, code_for, key_of
 
 __all__ = [
     "TRITON_TYPES",
@@ -126,6 +127,15 @@ class TritonBuild:
             launcher.on(torch.cuda.current_device())
         return launcher
 
+    def key_for(self, arch: tuple[int, int]) -> str:
+        """Its name in the kernel cache. Raises ``UnknownSourceError`` where it has none."""
+        return key_of(self, arch)
+
+    def code_for(self, arch: tuple[int, int], compile: bool = True) -> Code | None:
+        """The machine code for compute capability ``arch``, out of the cache or compiled; needs no
+        GPU. None where it would have to be compiled and ``compile`` is false."""
+        return code_for(self, arch, compile)
+
     def compile_for(self, arch: tuple[int, int]) -> Any:
         """Triton's ``CompiledKernel`` for compute capability ``arch``; needs no GPU.
 
@@ -206,7 +216,10 @@ def _interpret(build: TritonBuild) -> Launch:
 
 def _load(build: TritonBuild, device_index: int) -> Launch:
     """Fetch or compile for ``device_index``, which is current, and load there."""
-    code = code_for(build, torch.cuda.get_device_capability(device_index))
+    arch = torch.cuda.get_device_capability(device_index)
+    check_card(arch)
+    code = build.code_for(arch)
+    assert code is not None
     if code.binary is None:
         return _by_compiled_kernel(build, code.compiled)
     return load(code.binary, tuple(kind for _, kind in build.signature), device_index)

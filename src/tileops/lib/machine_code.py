@@ -11,16 +11,14 @@ from __future__ import annotations
 import json
 import struct
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from hashlib import sha256
-from threading import local
 from typing import TYPE_CHECKING, Any
 
 from tileops.engine import record
 from tileops.engine.cache.entry import FORMAT, Stored
-from tileops.engine.cache.shelves import shelves
+from tileops.engine.cache.shelves import Found, shelves
 from tileops.engine.cache.sources import UnknownSourceError, digest_of
 from tileops.engine.cache.versions import compiler_settings, triton_version
 from tileops.engine.settings import settings
@@ -29,7 +27,7 @@ from tileops.lib.driver import Binary
 if TYPE_CHECKING:
     from tileops.lib.launch import TritonBuild
 
-__all__ = ["Code", "code_for", "collecting", "collector", "key_of", "resources"]
+__all__ = ["Code", "check_card", "code_for", "key_of", "resources"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +47,10 @@ class Code:
     """Of a thread."""
     stack: int = 0
     """Bytes of local memory of a thread: 0 unless registers are spilled or indexed."""
+
+    def portable(self) -> Code:
+        """Itself without what cannot leave the process."""
+        return replace(self, compiled=None)
 
 
 # ---- keys ----------------------------------------------------------------------------------------
@@ -95,10 +97,14 @@ def key_of(build: TritonBuild, arch: tuple[int, int]) -> str:
 # ---- code ----------------------------------------------------------------------------------------
 
 
-def code_for(build: TritonBuild, arch: tuple[int, int]) -> Code:
-    """The machine code of ``build`` for compute capability ``arch``; needs no GPU."""
+def code_for(build: TritonBuild, arch: tuple[int, int], compile: bool = True) -> Code | None:
+    """The machine code of ``build`` for compute capability ``arch``; needs no GPU.
+
+    None where it is not in the cache and ``compile`` is false.
+    """
     begin = time.perf_counter()
     compiled: Any = None
+    stored: Stored | None
 
     def make() -> Stored | None:
         nonlocal compiled
@@ -114,10 +120,15 @@ def code_for(build: TritonBuild, arch: tuple[int, int]) -> Code:
             key = key_of(build, arch)
         except UnknownSourceError as unknown:
             record.emit("unkeyed", kernel=build.fn, reason=str(unknown))
-    if key is None:
+    found = None if key is None else _found(build, arch, key)
+    if found is not None:
+        stored, origin = found.stored, found.origin
+    elif not compile:
+        return None
+    elif key is None:
         stored, origin = make(), "made"
     else:
-        stored, origin = _from_cache(build, arch, key, make)
+        stored, origin = shelves().obtain("kernel", key, make)
     seconds = time.perf_counter() - begin
     if stored is None:
         return Code(None, compiled, key, origin, seconds)
@@ -136,17 +147,18 @@ def code_for(build: TritonBuild, arch: tuple[int, int]) -> Code:
     return Code(binary, compiled, key, origin, seconds, facts["registers"], facts["stack"])
 
 
-def _from_cache(
-    build: TritonBuild, arch: tuple[int, int], key: str, make: Callable[[], Stored | None]
-) -> tuple[Stored | None, str]:
+def check_card(arch: tuple[int, int]) -> None:
+    """Raises ``BundleError`` where the bundles of this process are for other cards than this."""
+    shelves().check_arch(_arch_name(arch))
+
+
+def _found(build: TritonBuild, arch: tuple[int, int], key: str) -> Found | None:
     known = shelves()
-    known.check_arch(_arch_name(arch))
     found = known.find("kernel", key)
-    if found is not None:
-        return found.stored, found.origin
-    for bundle in known.bundles:
-        bundle.missed(build.fn, digest_of(build.fn))
-    return known.obtain("kernel", key, make)
+    if found is None:
+        for bundle in known.bundles:
+            bundle.missed(build.fn, digest_of(build.fn))
+    return found
 
 
 def _stored(binary: Binary, build: TritonBuild, key: str) -> Stored:
@@ -219,25 +231,3 @@ def _sections(elf: bytes) -> Iterator[tuple[str, bytes]]:
         begin = headers[names_at][4] + header[0]
         name = elf[begin : elf.index(b"\0", begin)].decode()
         yield name, elf[header[4] : header[4] + header[5]]
-
-
-# ---- builds that are asked for and not loaded --------------------------------------------------------
-
-_asked = local()
-
-
-def collector() -> list[TritonBuild] | None:
-    """Where this thread's builds are noted instead of loaded; None: they are loaded."""
-    return getattr(_asked, "builds", None)
-
-
-@contextmanager
-def collecting() -> Iterator[list[TritonBuild]]:
-    """In this thread, calling a build only notes it here: nothing is compiled or loaded."""
-    outer = collector()
-    builds: list[TritonBuild] = []
-    _asked.builds = builds
-    try:
-        yield builds
-    finally:
-        _asked.builds = outer
