@@ -9,6 +9,18 @@ import secrets
 import pytest
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory):
+    """Kernels and choices of tuning that a run keeps are its own; Triton's cache lies beneath."""
+    from tileops.engine.settings import settings
+
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TILEOPS_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+        settings.cache_clear()
+        yield
+    settings.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def seed() -> int:
     """Seeds ``torch`` and ``random``. ``TILEOPS_TEST_SEED=<number>`` repeats a run."""

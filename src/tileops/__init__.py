@@ -12,9 +12,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from tileops._lazy import register_operators
+    from tileops.engine.bundling import bundle, load_bundle
     from tileops.engine.errors import (
         AmbiguousTargetError,
         BackendError,
+        BundleError,
         CheckError,
         OpNotAvailableError,
         TileopsError,
@@ -30,15 +32,21 @@ if TYPE_CHECKING:
         set_default_target,
         use_target,
     )
+    from tileops.engine.trace import prepare, spec
 
 _HOME = {
     "Op": "engine.op",
     "recording": "engine.record",
     "register_operators": "_lazy",
+    "bundle": "engine.bundling",
+    "load_bundle": "engine.bundling",
+    "prepare": "engine.trace",
+    "spec": "engine.trace",
     **dict.fromkeys(
         (
             "AmbiguousTargetError",
             "BackendError",
+            "BundleError",
             "CheckError",
             "OpNotAvailableError",
             "TileopsError",
@@ -63,17 +71,22 @@ __all__ = [
     "BUILTIN",
     "AmbiguousTargetError",
     "BackendError",
+    "BundleError",
     "CheckError",
     "Op",
     "OpNotAvailableError",
     "TileopsError",
     "UnknownTargetError",
+    "bundle",
     "default_target",
+    "load_bundle",
     "load_failures",
+    "prepare",
     "recording",
     "register_operators",
     "registered_targets",
     "set_default_target",
+    "spec",
     "use_target",
 ]
 

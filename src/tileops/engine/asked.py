@@ -11,6 +11,9 @@ from contextlib import contextmanager
 from threading import local
 from typing import Any, Protocol
 
+import torch
+from torch.overrides import TorchFunctionMode
+
 __all__ = ["Build", "asked_by", "collecting", "collector"]
 
 
@@ -48,10 +51,21 @@ def collecting() -> Iterator[list[Build]]:
         _asked.builds = outer
 
 
+class _Dataless(TorchFunctionMode):
+    """Tensors that are made, or moved to a device, have no data. Not ``FakeTensorMode``: its first use
+    imports Dynamo and Triton, a second of a warm start."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = {
+            n: "meta" if n == "device" and v is not None else v for n, v in (kwargs or {}).items()
+        }
+        return func(*("meta" if isinstance(a, torch.device) else a for a in args), **given)
+
+
 def asked_by(build: Any) -> list[Build]:
     """The compilations that calling an entry's ``build`` would need."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with collecting() as builds, FakeTensorMode(allow_non_fake_inputs=True):
+    with collecting() as builds, _Dataless():
         build()
     return builds

@@ -80,6 +80,11 @@ class DeviceFacts:
     shared_memory: int = 0
     """Bytes of shared memory one block may opt into."""
 
+    @property
+    def arch_name(self) -> str:
+        """``sm_90``; '' where there is no compute capability."""
+        return f"sm_{self.arch[0]}{self.arch[1]}" if self.arch != (0, 0) else ""
+
 
 @dataclass(frozen=True)
 class CallSpec:

@@ -36,7 +36,7 @@ class Place:
     def __str__(self) -> str:
         if self.present:
             return str(self.device)
-        return f"cuda:sm_{self.facts.arch[0]}{self.facts.arch[1]}:{self.facts.multiprocessors}"
+        return f"cuda:{self.facts.arch_name}:{self.facts.multiprocessors}"
 
 
 def place_of(device: str | torch.device | None = None) -> Place:

@@ -157,9 +157,6 @@ def request_for(
     """What a call with such inputs would use on ``place``. Raises ``CheckError`` before any work."""
     op = state.op
     entry = type(op).entry
-    if not entry.has_boundary:
-        raise CheckError(entry.name, "self", "an op without a kernel of its own",
-                         "an op with call-time tensors, or tileops.prepare(op, ...) for all that is in it")  # fmt: skip
     given = _bound(entry, specs, named)
     host = {item.name for item in entry.inputs if item.host}
     inputs = tuple(
@@ -296,7 +293,7 @@ def compile_requests(
         if request.load is not None:
             with current:
                 request.load()
-    rows = [row for request in requests for row in _rows(request, arch)]
+    rows = [row for request in requests for row in _rows(request)]
     return Prepared(str(place), tuple(dict.fromkeys(rows)), time.perf_counter() - begin)
 
 
@@ -312,7 +309,7 @@ def _raise_first(requests: Sequence[Request]) -> None:
                 ) from outcome
 
 
-def _rows(request: Request, arch: tuple[int, int]) -> list[PreparedKernel]:
+def _rows(request: Request) -> list[PreparedKernel]:
     if request.note:
         return [PreparedKernel(request.call.key, request.kernel, note=request.note)]
     return [
@@ -320,7 +317,7 @@ def _rows(request: Request, arch: tuple[int, int]) -> list[PreparedKernel]:
             request.call.key,
             request.kernel,
             build.fn,
-            f"sm_{arch[0]}{arch[1]}",
+            request.call.device.arch_name,
             code.key,
             code.origin,
             code.seconds,
@@ -335,5 +332,13 @@ def prepare_op(
     op: Any, specs: Sequence[Any], named: Mapping[str, Any], out: Any, device: Any, jobs: int | None
 ) -> Prepared:
     """``Op.prepare``."""
-    place = place_of(device)
+    place, entry = place_of(device), type(op).entry
+    if entry.composition:
+        from tileops.engine.trace import prepare
+
+        given = named if out is None else {**named, "out": out}
+        return prepare(op, *specs, device=device, jobs=jobs, progress=False, **given)
+    if not entry.has_boundary:
+        only = PreparedKernel(op._instance_key, "decomposition", note="it takes no tensors")
+        return Prepared(str(place), (only,), 0.0)
     return compile_requests([request_for(op._state, specs, named, out, place)], place, jobs, False)

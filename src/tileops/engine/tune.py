@@ -143,13 +143,13 @@ def _keep(call: CallSpec, key: str, name: str, times: dict[int, float]) -> None:
     own = shelves().own
     if own is None:
         return
-    arch = call.device.arch
+    arch = call.device.arch_name
     facts = {
         "choice": name,
         "why": f"the fastest of {len(times)} took {min(times.values()):.1f} µs",
         "op": call.key,
         "device": call.device.name,
-        **({"arch": f"sm_{arch[0]}{arch[1]}"} if call.device.type == "cuda" else {}),
+        **({"arch": arch} if arch else {}),
     }
     own.replace(Stored("choice", key, facts))
 

@@ -7,6 +7,7 @@ sent; device functions of the caller's own script therefore compile in the calle
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import struct
@@ -22,8 +23,8 @@ from tileops.engine.asked import Build
 
 __all__ = ["Outcome", "compile_all", "serve"]
 
-LEAST = 4
-"""Kernels below which starting a process (a second, to import torch) does not pay."""
+LEAST = 8
+"""Kernels below which starting a process (seconds, to import torch) does not pay."""
 
 Job = tuple[Build, tuple[int, int]]
 Outcome = Any
@@ -33,7 +34,7 @@ Outcome = Any
 def compile_all(jobs: Sequence[Job], processes: int, done: Callable[[int, Outcome], None]) -> None:
     """Compile each job; ``done(index, outcome)`` is called once for each, from any thread."""
     elsewhere = [n for n, (build, _) in enumerate(jobs) if not build.fn.startswith("__main__:")]
-    count = min(processes, len(elsewhere) // (LEAST // 2))
+    count = min(processes, len(elsewhere) // 2)
     if processes < 2 or len(elsewhere) < LEAST:
         elsewhere = []
     apart = set(elsewhere)
@@ -102,7 +103,8 @@ class _Worker:
     def close(self) -> None:
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
-                stream.close()
+                with contextlib.suppress(OSError):  # of one that has ended, unwritten
+                    stream.close()
         self._process.wait()
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tileops import __version__
+from tileops.cli.cache import add_commands
+from tileops.engine.errors import BundleError
 
 if TYPE_CHECKING:
     from tileops.engine.manifest.entry import Entry
@@ -52,10 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     listing.add_argument("--json", action="store_true", help="print a JSON list")
     listing.set_defaults(run=_list)
 
+    add_commands(commands)
     options = parser.parse_args(argv)
     try:
         status: int = options.run(options)
         sys.stdout.flush()
+    except BundleError as error:  # of TILEOPS_BUNDLE
+        print(f"tileops: {error}", file=sys.stderr)
+        return 1
     except BrokenPipeError:  # the reader, such as `head`, has seen enough: flush no more to it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
