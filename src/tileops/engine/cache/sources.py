@@ -20,6 +20,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from tileops.engine.pause import without_collection
+
 __all__ = ["UnknownSourceError", "digest_of", "forget"]
 
 _BY_VERSION = ("torch", "numpy")
@@ -60,7 +62,8 @@ def digest_of(fn: str) -> str:
         if found is None:
             module, _, name = fn.partition(":")
             parts: dict[str, str] = {}
-            _follow(module, name, parts)
+            with without_collection():
+                _follow(module, name, parts)
             text = "\n".join(sorted(f"{where}\t{what}" for where, what in parts.items()))
             found = _digests[fn] = sha256(text.encode()).hexdigest()
         return found
@@ -118,8 +121,7 @@ def _follow_path(
     """A use ``a.b.c`` in ``module``: of ``a`` there, or of ``b`` in the module that ``a`` is."""
     head, *rest = path
     if head in module.bindings or head not in module.imports:
-        own = hasattr(builtins, head) or head in _bound_within(user)
-        if head in module.bindings or not own:
+        if head in module.bindings or not (hasattr(builtins, head) or head in _bound_within(user)):
             _follow(module.name, head, parts)
         return
     target, inner = module.imports[head]

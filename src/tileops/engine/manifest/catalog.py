@@ -8,6 +8,7 @@ from pathlib import Path
 from tileops.engine.errors import ManifestError
 from tileops.engine.manifest.document import load_document
 from tileops.engine.manifest.entry import Entry, parse_entry
+from tileops.engine.pause import without_collection
 
 __all__ = ["families", "family_file", "load_family", "package_root"]
 
@@ -43,13 +44,15 @@ def load_family(path: Path, family: str | None = None) -> dict[str, Entry]:
     with _lock:
         found = _loaded.get(path)
         if found is None:
-            document = load_document(path)
-            if not isinstance(document.value, dict):
-                raise ManifestError(f"{path}:1", "", "the file must be a mapping of entries")
-            name = family or path.parent.name
-            found = {
-                entry: parse_entry(entry, node, path, name)
-                for entry, node in document.value.items()
-            }
+            with without_collection():
+                document = load_document(path)
+                if not isinstance(document.value, dict):
+                    raise ManifestError(f"{path}:1", "", "the file must be a mapping of entries")
+                name = family or path.parent.name
+                found = {
+                    entry: parse_entry(entry, node, path, name)
+                    for entry, node in document.value.items()
+                }
+                del document
             _loaded[path] = found
         return found
