@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
+import numpy as np
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -13,7 +14,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from tileops.attention import GQADenseFwdOp, PagedKVCacheWriteFwdOp
-from tileops.backend import register_kernel_builder, use_target
+from tileops.backend import (
+    default_target,
+    register_kernel_builder,
+    set_default_target,
+    use_target,
+)
 from tileops.elementwise import AddFwdOp
 from tileops.engine.boundary import hot as hot_module
 from tileops.engine.errors import CheckError
@@ -25,9 +31,23 @@ EPS = 1e-5
 _keys = iter(range(1, 10**6))
 
 
-def warm(width=48, rows=4):
+def _outside_torch(*specs, **params):
+    """A kernel that no mode, transform or autograd of torch sees into."""
+
+    def kernel(x, weight):
+        values, scale = x.detach().numpy().astype("f8"), weight.detach().numpy().astype("f8")
+        rms = (np.square(values).mean(-1, keepdims=True) + params["eps"]) ** 0.5
+        return torch.from_numpy((values / rms * scale).astype("f4"))
+
+    return kernel
+
+
+register_kernel_builder("outside_torch", "RMSNormFwdOp", _outside_torch)
+
+
+def warm(width=48, rows=4, target=None):
     """An op whose plan is behind a guard, and its inputs. Its key is its own: equal ops share plans."""
-    op = RMSNormFwdOp(normalized_shape=(width,), eps=EPS + next(_keys) * 1e-9)
+    op = RMSNormFwdOp(normalized_shape=(width,), eps=EPS + next(_keys) * 1e-9, target=target)
     x, weight = torch.randn(rows, width), torch.randn(width)
     for _ in range(3):
         op(x, weight)
@@ -85,6 +105,16 @@ def test_what_changed_in_a_tensor(change):
     close(op(x, weight), x, weight)
 
 
+def test_what_a_kernel_is_told_of_alignment():
+    op, x, weight = warm()
+    moved = CHANGES["alignment"](x, weight)[0]
+    assert moved.data_ptr() % 16
+    for given in (moved, x, moved):
+        for _ in range(3):
+            op(given, weight)
+        assert op.last_call.call.spec("x").aligned == (given is x)
+
+
 def test_shapes_that_do_not_fit_are_still_refused():
     op, x, weight = warm()
     with pytest.raises(CheckError):
@@ -98,13 +128,14 @@ def test_shapes_that_do_not_fit_are_still_refused():
 
 
 def test_a_fake_mode_is_seen():
-    op, x, weight = warm()
+    op, x, weight = warm(target="outside_torch")
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert type(op(x, weight)) is FakeTensor
+        assert type(torch.ops.tileops.norm_rms_norm_fwd(x, weight, op._instance_key)) is FakeTensor
 
 
 def test_a_dispatch_mode_is_seen():
-    op, x, weight = warm()
+    op, x, weight = warm(target="outside_torch")
     seen = []
 
     class Mode(torch.utils._python_dispatch.TorchDispatchMode):
@@ -120,7 +151,7 @@ def test_a_dispatch_mode_is_seen():
 
 
 def test_a_function_mode_is_seen():
-    op, x, weight = warm()
+    op, x, weight = warm(target="outside_torch")
     seen = []
 
     class Mode(TorchFunctionMode):
@@ -134,7 +165,7 @@ def test_a_function_mode_is_seen():
 
 
 def test_a_transform_is_seen():
-    op, x, weight = warm()
+    op, x, weight = warm(target="outside_torch")
     many = torch.randn(3, 4, 48)
     with contextlib.suppress(NotImplementedError):
         result = torch.func.vmap(lambda one: op(one, weight))(many)
@@ -142,7 +173,7 @@ def test_a_transform_is_seen():
 
 
 def test_a_tangent_is_seen():
-    op, x, weight = warm()
+    op, x, weight = warm(target="outside_torch")
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(x, torch.ones_like(x))
         try:
@@ -154,7 +185,7 @@ def test_a_tangent_is_seen():
 
 
 def test_a_gradient_is_seen_and_no_grad_is():
-    op, x, weight = warm()
+    op, x, weight = warm(target="outside_torch")
     leaf = torch.nn.Parameter(weight)
     for _ in range(4):
         with torch.no_grad():
@@ -174,7 +205,9 @@ def test_autocast_is_seen_and_the_result_is_the_same():
 
 def test_a_target_registered_later_and_one_of_the_context():
     op, x, weight = warm()
-    register_kernel_builder("hottest", "RMSNormFwdOp", lambda *s, **p: lambda x, w: torch.ones_like(x))
+    register_kernel_builder(
+        "hottest", "RMSNormFwdOp", lambda *s, **p: lambda x, w: torch.ones_like(x)
+    )
     for _ in range(3):
         close(op(x, weight), x, weight)
         with use_target("hottest"):
@@ -184,10 +217,26 @@ def test_a_target_registered_later_and_one_of_the_context():
     assert op.last_call.target == "builtin"
 
 
+def test_a_process_default_set_later():
+    op, x, weight = warm()
+    register_kernel_builder(
+        "hottest", "RMSNormFwdOp", lambda *s, **p: lambda x, w: torch.ones_like(x)
+    )
+    for _ in range(3):
+        close(op(x, weight), x, weight)
+    before = default_target()
+    set_default_target("hottest")
+    try:
+        assert op(x, weight).eq(1).all()
+    finally:
+        set_default_target(before)
+    close(op(x, weight), x, weight)
+
+
 def test_tuning_drops_the_guards():
     op, x, weight = warm()
     op.request_tune()
-    assert not op._state.hots
+    assert not op._state.hots and not op._state.plans
     close(op(x, weight), x, weight)
 
 
@@ -237,6 +286,7 @@ def test_sizes_that_grow_apart_are_refused():
     op = RoPENeoxPositionIdsFwdOp(max_position=1000 + next(_keys))
     for tokens in range(2, 6):
         op(torch.randn(tokens, 2, 8), torch.arange(tokens))
+    assert op._state.hots[0].grown
     with pytest.raises(CheckError, match="positions"):
         op(torch.randn(5, 2, 8), torch.arange(6))
     with pytest.raises(CheckError):
