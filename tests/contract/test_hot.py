@@ -250,6 +250,14 @@ def test_guards_are_few_and_each_shape_is_found_again():
     assert len(op._state.plans) <= 9 <= settings().plan_limit
 
 
+def test_one_tensor_twice_and_then_two():
+    op = AddFwdOp(alpha=next(_keys))
+    x, y = torch.randn(5), torch.randn(5)
+    for other in (x, x, x, y, y, y, x):
+        torch.testing.assert_close(op(x, other), x + op.alpha * other)
+    assert len(op._state.hots) == 1
+
+
 def test_without_the_class_in_torch(monkeypatch):
     monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", None)
     op = AddFwdOp(alpha=next(_keys))
@@ -299,11 +307,12 @@ def test_a_rule_about_what_grows_holds_on():
     q, tables = torch.randn(1, 1, 2, 8), torch.ones(90, 4)
 
     def call(keys):
-        kv = torch.randn(1, keys, 1, 8)
-        return op(q, kv, kv, rope_cos=tables, rope_sin=tables)
+        k, v = torch.randn(1, keys, 1, 8), torch.randn(1, keys, 1, 8)
+        return op(q, k, v, rope_cos=tables, rope_sin=tables.clone())
 
     for keys in range(70, 91):
         call(keys)
+    assert op._state.hots[0].grown
     with pytest.raises(CheckError, match="row for each position"):
         call(91)
 
@@ -324,9 +333,10 @@ def test_a_strided_cache_grows_too():
     op = GQADenseFwdOp(is_causal=True, sm_scale=1 + next(_keys) * 1e-6)
     cache, q = torch.randn(2, 200, 1, 8), torch.randn(2, 1, 2, 8)
     for keys in range(100, 120):
-        kv = cache[:, :keys]  # not contiguous: two batches
-        whole = kv.contiguous()
-        torch.testing.assert_close(op(q, kv, kv), op(q, whole, whole), rtol=1e-5, atol=1e-5)
+        k, v = cache[:, :keys], cache[:, -keys:]  # not contiguous: two batches
+        wanted = op(q, k.contiguous(), v.contiguous())
+        torch.testing.assert_close(op(q, k, v), wanted, rtol=1e-5, atol=1e-5)
+    assert any(hot.grown for hot in op._state.hots)
 
 
 def test_writes_grow_from_nothing_and_still_see_an_overlap():
@@ -334,8 +344,9 @@ def test_writes_grow_from_nothing_and_still_see_an_overlap():
     caches = [torch.zeros(4, 16, 1, 8) for _ in range(2)]
     for tokens in (0, 1, 2, 3, 0, 5):
         new = torch.randn(tokens, 1, 8)
-        op(new, new, *caches, torch.arange(tokens))
+        op(new, new.clone(), *caches, torch.arange(tokens))
         torch.testing.assert_close(caches[0].view(-1, 1, 8)[:tokens], new)
+    assert op._state.hots[0].grown
     part = caches[0].view(-1, 1, 8)[:6]
     with pytest.raises(CheckError, match="memory shared"):
         op(part, torch.randn(6, 1, 8), *caches, torch.arange(6))
