@@ -129,6 +129,7 @@ def test_both_ways_launch_the_same(tmp_path):
         "LD_LIBRARY_PATH": f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}",
         "TRITON_LIBCUDA_PATH": str(tmp_path),
         "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+        "TILEOPS_CACHE_DIR": str(tmp_path / "own"),
         "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
     }
     command = [sys.executable, "-c", code]

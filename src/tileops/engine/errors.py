@@ -11,6 +11,7 @@ __all__ = [
     "AmbiguousTargetError",
     "BackendError",
     "BackwardError",
+    "BundleError",
     "CheckError",
     "ColdCaptureError",
     "ImmutableOpError",
@@ -156,11 +157,22 @@ class KernelLaunchError(BackendError):
         super().__init__(f"kernel {kernel}: {function}: {problem}")
 
 
+class BundleError(BackendError):
+    """A bundle of kernels cannot be used, as a whole; ``reason`` says why."""
+
+    def __init__(self, path: object, reason: str) -> None:
+        self.path, self.reason = path, reason
+        super().__init__(f"bundle {path}: {reason}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.path, self.reason))
+
+
 class ColdCaptureError(BackendError):
     """A CUDA graph capture met an op whose kernel is not built yet."""
 
     def __init__(self, op: str) -> None:
         super().__init__(
             f"{op}: called for the first time inside a CUDA graph capture, where no kernel can be "
-            f"built; warm up first: call it once with such inputs before the capture begins"
+            f"built; warm up first: call op.prepare(...), or the op, with such inputs before it begins"
         )

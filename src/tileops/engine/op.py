@@ -7,7 +7,7 @@ import sys
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -35,6 +35,9 @@ from tileops.engine.roofline import Roofline, roofline_of
 from tileops.engine.settings import settings
 from tileops.engine.signature.generate import make_constructor_check, make_signature
 from tileops.engine.signature.params import bind_params, key_of
+
+if TYPE_CHECKING:
+    from tileops.engine.prepare import Prepared
 
 __all__ = ["Op"]
 
@@ -273,13 +276,35 @@ class Op:
         return None if last is None else last.target
 
     def request_tune(self) -> None:
-        """Time all candidate kernels at the next call of each shape and keep the fastest.
+        """Time all candidate kernels at the next call of each shape and keep the fastest, in this
+        process and in the kernel cache; a choice that is kept there already is used untimed.
 
         Never inside a CUDA graph capture. Plans made before are dropped.
         """
         with self._state.lock:
             self._state.tune = True
             self._state.forget()
+
+    def prepare(
+        self,
+        *specs: TensorSpec | torch.Tensor | None,
+        out: TensorSpec | torch.Tensor | None = None,
+        device: str | torch.device | None = None,
+        jobs: int | None = None,
+        **named: TensorSpec | torch.Tensor | None,
+    ) -> Prepared:
+        """Build every kernel that a call with such inputs would use, without calling.
+
+        Inputs in call order or by name: ``tileops.spec(...)``, or tensors, of which shape, strides
+        and dtype count; None for one that is omitted. ``device``: where the call will be: a torch
+        device, ``"cuda:sm_90"`` (or ``"cuda:sm_90:114"``, with that many multiprocessors) for a card
+        that need not be here, or None for the current one. On a device that is here the kernels are
+        loaded too, so that a first call may be captured into a CUDA graph. ``jobs``: processes that
+        compile. Raises ``CheckError`` for what the call would refuse, and ``KernelBuildError``.
+        """
+        from tileops.engine.prepare import prepare_op
+
+        return prepare_op(self, specs, named, out, device, jobs)
 
     def _spec(self, arguments: tuple[Any, ...]) -> CallSpec:
         if not arguments and (self.entry.inputs or self._state.last is not None):

@@ -32,11 +32,15 @@ from tileops.engine.settings import settings
 __all__ = [
     "LastCall",
     "Plan",
+    "build_artifact",
     "call_spec",
+    "choose",
+    "external",
     "grown_call",
     "in_tree_kernels",
     "make_plan",
     "resolve_entry",
+    "tuning",
 ]
 
 
@@ -210,20 +214,45 @@ def _capturing(call: CallSpec) -> bool:
     return call.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _builtin(
-    op: Any, call: CallSpec, decision: targets.Decision, state: OpState, inputs: Any
-) -> Any:
-    selection, entry = resolve_entry(op, call)
-    if state.tune and not _capturing(call):
-        selection, entry = _tuned(op, call, inputs)
-    refused = selection.refused
+def choose(
+    op: Any, call: CallSpec, state: OpState, inputs: tuple[Any, ...] | None
+) -> tuple[Selection, Entry]:
+    """The in-tree kernel and entry for a call: the fastest where tuning is asked for. Without
+    ``inputs`` nothing is timed: a kept choice serves, or else the default."""
+    wanted = tuning(state)
+    if wanted == "off":
+        return resolve_entry(op, call)
+    from tileops.engine.tune import tuned
+
+    kernels, refused = claimants(call, in_tree_kernels(type(op), call.device.type))
+    timed = None if wanted == "stored" else inputs
+    found = tuned(call, kernels, timed, type(op).entry.has_out)
+    if found is None:
+        return resolve_entry(op, call)
+    kernel, entry, losers = found
+    return Selection(kernel, (*refused, *losers)), entry
+
+
+def tuning(state: OpState) -> str:
+    """``off``, ``on`` or ``stored``."""
+    return "on" if state.tune else settings().tune
+
+
+def build_artifact(call: CallSpec, kernel: str, entry: Entry) -> Any:
+    """What an entry builds, once in a process, on the call's device."""
     # A CUDA module is loaded into one device's context: another device builds its own.
     identity = (targets.BUILTIN, entry.identity, call.device.type, call.device.index)
     if _capturing(call) and not is_built(identity):
         raise ColdCaptureError(call.op)
-    artifact = built(
-        identity, entry.build, op=call.op, target=targets.BUILTIN, kernel=selection.kernel.name
-    )
+    return built(identity, entry.build, op=call.op, target=targets.BUILTIN, kernel=kernel)
+
+
+def _builtin(
+    op: Any, call: CallSpec, decision: targets.Decision, state: OpState, inputs: Any
+) -> Any:
+    selection, entry = choose(op, call, state, None if _capturing(call) else inputs)
+    refused = selection.refused
+    artifact = build_artifact(call, selection.kernel.name, entry)
     run = artifact if entry.bind is None else entry.bind(artifact, call)
     if decision.skipped:
         refused = ((f"target {decision.skipped.split(':')[0]}", decision.skipped), *refused)
@@ -233,7 +262,8 @@ def _builtin(
     return run, made
 
 
-def _external(op: Any, call: CallSpec, decision: targets.Decision) -> Any:
+def external(op: Any, call: CallSpec, decision: targets.Decision) -> Any:
+    """The run of a foreign target and what it is."""
     build_kernel = targets.builder_of(decision.target, call.op)
     assert build_kernel is not None
     specs = tuple(call.inputs.values())
@@ -330,15 +360,6 @@ def _storage(tensor: torch.Tensor | None) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _tuned(op: Any, call: CallSpec, inputs: tuple[Any, ...]) -> tuple[Selection, Entry]:
-    """Time every candidate of every kernel that takes the call on its real inputs."""
-    from tileops.engine.tune import fastest
-
-    kernels, refused = claimants(call, in_tree_kernels(type(op), call.device.type))
-    kernel, entry, losers = fastest(call, kernels, inputs, type(op).entry.has_out)
-    return Selection(kernel, (*refused, *losers)), entry
-
-
 def _place(op: Any, facts: Any, arguments: tuple[Any, ...], dims: Any) -> tuple[Any, Any]:
     """Where the plan of a call stands, and the region that it is for: all facts of the call, or those
     that remain where the op grows."""
@@ -372,7 +393,7 @@ def make_plan(state: OpState, facts: Any, arguments: tuple[Any, ...]) -> Plan:
     call, branch = call_spec(op, inputs, out, checked)
     run, made = _meta(call) if call.device.type == "meta" else _serve(op, call, state, inputs)
     # A foreign kernel is built for exact sizes, and a tuned one was timed at them.
-    exact = place is facts or made.target != targets.BUILTIN or state.tune
+    exact = place is facts or made.target != targets.BUILTIN or tuning(state) != "off"
     run = finished(run, op, call, branch, arguments)
     plan = Plan(run, made, facts[0], facts[1], exact, dims, region)
     state.sizes = tuple(dims[name] for name in cls.grows)
@@ -409,7 +430,7 @@ def _serve(op: Any, call: CallSpec, state: OpState, inputs: tuple[Any, ...]) -> 
     decision = targets.decide(call.op, op.target, device)
     if decision.target != targets.BUILTIN:
         try:
-            return _external(op, call, decision)
+            return external(op, call, decision)
         except OpNotAvailableError as declined:
             if decision.by == "op":
                 raise

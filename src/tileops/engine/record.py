@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Event", "build_count", "emit", "listening", "recording"]
+__all__ = ["Event", "build_count", "compile_count", "emit", "listening", "recording"]
 
 
 @dataclass(frozen=True)
 class Event:
-    """One fact: ``kind`` (``target``, ``refused``, ``chosen``, ``built``, ``plan``) and its data."""
+    """One fact: ``kind`` and its data. Kinds: ``plan``; ``built``: an artifact of this process;
+    ``compiled``, ``loaded``: machine code made, or found in the cache; ``tuned``, ``reused``."""
 
     kind: str
     data: dict[str, Any] = field(default_factory=dict)
@@ -24,7 +25,7 @@ class Event:
 
 _lock = threading.Lock()
 _sinks: list[list[Event]] = []
-_builds = 0
+_counts = {"built": 0, "compiled": 0}
 
 
 def listening() -> bool:
@@ -33,11 +34,10 @@ def listening() -> bool:
 
 
 def emit(kind: str, **data: Any) -> None:
-    """Give an event to every open recording; builds are counted always."""
-    global _builds
-    if kind == "built":
+    """Give an event to every open recording; builds and compilations are counted always."""
+    if kind in _counts:
         with _lock:
-            _builds += 1
+            _counts[kind] += 1
     if _sinks:
         event = Event(kind, data)
         with _lock:
@@ -47,7 +47,12 @@ def emit(kind: str, **data: Any) -> None:
 
 def build_count() -> int:
     """Kernels built in this process so far, by any target."""
-    return _builds
+    return _counts["built"]
+
+
+def compile_count() -> int:
+    """Kernels of which this process has made the machine code: those that no cache had."""
+    return _counts["compiled"]
 
 
 @contextlib.contextmanager

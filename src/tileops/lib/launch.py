@@ -20,8 +20,10 @@ from typing import Any
 
 import torch
 
+from tileops.engine.asked import collector
 from tileops.engine.settings import settings
-from tileops.lib.driver import Binary, Launch, load
+from tileops.lib.driver import Launch, load
+from tileops.lib.machine_code import Code, check_card, code_for, key_of
 
 __all__ = [
     "TRITON_TYPES",
@@ -80,9 +82,9 @@ def device_guard(index: int) -> AbstractContextManager[Any]:
 class TritonBuild:
     """One compilation of a Triton kernel: what decides the machine code, and nothing else.
 
-    Calling it compiles for the current CUDA device, loads, and gives the :class:`Launcher`. Under
-    ``TRITON_INTERPRET=1`` (read by Triton when it is imported) the launcher interprets the kernel
-    on CPU tensors instead.
+    Calling it loads the machine code for the current CUDA device, out of the cache or compiled, and
+    gives the :class:`Launcher`. Under ``TRITON_INTERPRET=1`` (read by Triton when it is imported)
+    the launcher interprets the kernel on CPU tensors instead.
     """
 
     fn: str
@@ -118,9 +120,21 @@ class TritonBuild:
     def __call__(self) -> Launcher:
         """The launcher of this build, loaded on the current CUDA device."""
         launcher = Launcher(self)
-        if not settings().triton_interpret:
+        asked = collector()
+        if asked is not None:
+            asked.append(self)
+        elif not settings().triton_interpret:
             launcher.on(torch.cuda.current_device())
         return launcher
+
+    def key_for(self, arch: tuple[int, int]) -> str:
+        """Its name in the kernel cache. Raises ``UnknownSourceError`` where it has none."""
+        return key_of(self, arch)
+
+    def code_for(self, arch: tuple[int, int], compile: bool = True) -> Code | None:
+        """The machine code for compute capability ``arch``, out of the cache or compiled; needs no
+        GPU. None where it would have to be compiled and ``compile`` is false."""
+        return code_for(self, arch, compile)
 
     def compile_for(self, arch: tuple[int, int]) -> Any:
         """Triton's ``CompiledKernel`` for compute capability ``arch``; needs no GPU.
@@ -201,31 +215,14 @@ def _interpret(build: TritonBuild) -> Launch:
 
 
 def _load(build: TritonBuild, device_index: int) -> Launch:
-    """Compile for ``device_index``, which is current, and load there."""
-    kernel = build.compile_for(torch.cuda.get_device_capability(device_index))
-    binary = _binary(kernel)
-    if binary is None:
-        return _by_compiled_kernel(build, kernel)
-    return load(binary, tuple(kind for _, kind in build.signature), device_index)
-
-
-def _binary(kernel: Any) -> Binary | None:
-    """What the driver needs of a ``CompiledKernel``; None where it needs more than a launch gives:
-    scratch memory, tensor descriptors, clusters.
-    """
-    meta = kernel.metadata
-    described = any(str(kind).startswith("tensordesc") for kind in kernel.src.signature.values())
-    if meta.global_scratch_size or meta.profile_scratch_size or meta.num_ctas != 1 or described:
-        return None
-    return Binary(
-        code=kernel.asm["cubin"],
-        name=meta.name,
-        arch=divmod(meta.target.arch, 10),
-        warps=meta.num_warps,
-        shared=meta.shared,
-        dependent=bool(meta.launch_pdl),
-        cooperative=bool(meta.launch_cooperative_grid),
-    )
+    """Fetch or compile for ``device_index``, which is current, and load there."""
+    arch = torch.cuda.get_device_capability(device_index)
+    check_card(arch)
+    code = build.code_for(arch)
+    assert code is not None
+    if code.binary is None:
+        return _by_compiled_kernel(build, code.compiled)
+    return load(code.binary, tuple(kind for _, kind in build.signature), device_index)
 
 
 def _by_compiled_kernel(build: TritonBuild, kernel: Any) -> Launch:
