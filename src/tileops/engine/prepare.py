@@ -159,7 +159,7 @@ def request_for(
     entry = type(op).entry
     if not entry.has_boundary:
         raise CheckError(entry.name, "self", "an op without a kernel of its own",
-                         "an op with call-time tensors, or tileops.prepare(op, ...) for all that is in it")  # fmt: skip
+                         "an op with call-time tensors; tileops.prepare(op, ...) takes all")  # fmt: skip
     given = _bound(entry, specs, named)
     host = {item.name for item in entry.inputs if item.host}
     inputs = tuple(
