@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from tileops.backend import TensorSpec
 from tileops.engine.plan import call_spec, resolve_entry
+from tileops.lib.launch import output_of
 from tileops.norm import RMSNormFwdOp
 
 __all__ = ["build_of", "ways"]
@@ -52,6 +54,7 @@ def ways(x: torch.Tensor, weight: torch.Tensor) -> dict[str, Callable[[], Any]]:
         "tileops op": lambda: op(x, weight),
         "F.rms_norm": lambda: plain(x, (width,), weight, 1e-6),
         "allocation: empty_like": lambda: torch.empty_like(x),
+        "allocation: as tileops does it": output_of(TensorSpec.of(x)),
         "tileops launch, output allocated": by_launch,
         "Triton's compiled kernel [grid], output allocated": by_compiled_kernel,
         "Triton's kernel[grid], output allocated": by_jit,

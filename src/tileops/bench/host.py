@@ -258,25 +258,25 @@ def _stages(device: str) -> dict[str, Work]:
 def _growing(device: str, rounds: int, calls: int) -> Rows:
     """Each call one longer than the last, beside the same calls at one length."""
     dtype = torch.float16 if device == "cuda" else torch.float32
-    cache = torch.randn(1, 4096 + calls, 8, 64, device=device, dtype=dtype)
+    cache, other = torch.randn(2, 1, 4096 + calls, 8, 64, device=device, dtype=dtype)
     q = torch.randn(1, 1, 32, 64, device=device, dtype=dtype)
-    pages = torch.zeros(2, 64, 16, 8, 64, device=device, dtype=dtype)
+    pages = torch.zeros(2, 64, 16, 8, 64, device=device, dtype=dtype).unbind()
     flat, slots = cache[0].contiguous(), torch.arange(4096 + calls, device=device) % 1024
     attention = GQADenseFwdOp(is_causal=True)
     rope, write = RoPENeoxPositionIdsFwdOp(max_position=1 << 20), PagedKVCacheWriteFwdOp()
     keys = 64 if device == "cpu" else 512
 
     def attend(n: int) -> Any:
-        kv = cache[:, : keys + n]
-        return lambda: attention(q, kv, kv)
+        k, v = cache[:, : keys + n], other[:, : keys + n]
+        return lambda: attention(q, k, v)
 
     def rotate(n: int) -> Any:
         x, positions = flat[: 1 + n % 512], slots[: 1 + n % 512]
         return lambda: rope(x, positions)
 
     def store(n: int) -> Any:
-        new, places = flat[: 1 + n % 512], slots[: 1 + n % 512]
-        return lambda: write(new, new, pages[0], pages[1], places)
+        k, v, places = (t[: 1 + n % 512] for t in (flat, other[0], slots))
+        return lambda: write(k, v, *pages, places)
 
     samples: dict[str, list[float]] = {}
     for name, make in (("decode attention", attend), ("RoPE", rotate), ("KV write", store)):

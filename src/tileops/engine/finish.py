@@ -66,7 +66,7 @@ def _restrided(run: Run, gather: list[int], copy_back: list[int]) -> Run:
 
 
 def _on_device(run: Run, index: int) -> Run:
-    current = torch.cuda.current_device
+    current = torch._C._cuda_getDevice  # as torch.cuda.current_device, which first looks around
 
     def on_device(*args: Any) -> Any:
         if current() == index:

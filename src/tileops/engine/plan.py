@@ -14,6 +14,7 @@ import torch
 
 from tileops.engine import record, targets
 from tileops.engine.boundary.growth import Growth
+from tileops.engine.boundary.hot import keep_hot
 from tileops.engine.boundary.instances import OpState
 from tileops.engine.build import built, is_built
 from tileops.engine.decomposition import decomposition_kernels
@@ -387,6 +388,7 @@ def make_plan(state: OpState, facts: Any, arguments: tuple[Any, ...]) -> Plan:
     known = state.plans.get(place)
     if known is not None:
         state.sizes = tuple(dims[name] for name in cls.grows)
+        keep_hot(state, known, arguments, cls._growth)
         return known
     call, branch = call_spec(op, inputs, out, checked)
     run, made = _meta(call) if call.device.type == "meta" else _serve(op, call, state, inputs)

@@ -176,7 +176,7 @@ def _hot_lines(entry: Entry, names: list[str], growing: bool) -> list[str]:
     # the nested one comes to that.
     nested = " or ".join(f"{n}.is_nested" for n in guarded)
     lines = [
-        *(f"_or_{n} = _ABSENT if {n} is None else {n}" for n in absent),
+        *(f"_or_{n} = _ABSENT[{buffers.index(n)}] if {n} is None else {n}" for n in absent),
         f"try: _hots = () if {nested} else _shared.hots",
         "except AttributeError: _hots = ()",  # not all are tensors
         "for hot in _hots:",

@@ -29,8 +29,8 @@ class _Absent(torch.Tensor):
     """A class of its own, so that no guard takes what is absent for a tensor."""
 
 
-ABSENT = _Absent()
-"""Stands for an absent optional tensor in a guard."""
+ABSENT = tuple(_Absent() for _ in range(64))
+"""``ABSENT[n]`` stands for argument ``n`` in a guard where it is absent."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -50,9 +50,11 @@ class Hot:
 
 def keep_hot(state: OpState, plan: Any, arguments: tuple[Any, ...], growth: Growth | None) -> None:
     """Put ``plan``, which has just been found for ``arguments``, behind a guard."""
-    tensors = [ABSENT if value is None else value for value in arguments]
+    tensors = [ABSENT[n] if value is None else value for n, value in enumerate(arguments)]
     if plan.hot is _NEVER or any(tensor.data_ptr() & 15 for tensor in tensors):
         return
+    if len(set(map(id, tensors))) < len(tensors):
+        return  # a guard takes no tensor twice
     if plan.hot is None or plan.hot in state.hots:  # there, but for another state of the thread
         plan.hot = _guard(plan, tensors, None if plan.exact else growth)
         if plan.hot is _NEVER:
@@ -65,7 +67,7 @@ def _guard(plan: Any, tensors: list[torch.Tensor], growth: Growth | None) -> Any
     strides: list[Any] = [list(tensor.stride()) for tensor in tensors]
     if growth is not None:
         for n, places in enumerate(growth.places):
-            for axis in places if tensors[n] is not ABSENT else ():
+            for axis in places if tensors[n] is not ABSENT[n] else ():
                 sizes[n][axis] = None
                 strides[n][:axis] = [None] * axis  # what is contiguous stays so: `sizes` sees to it
     try:

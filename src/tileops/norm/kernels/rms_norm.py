@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from tileops.authoring import CallSpec, Entry, Kernel, Run, TensorSpec
-from tileops.lib.launch import Launcher, TritonBuild, next_power_of_2, pointer_to
+from tileops.lib.launch import Launcher, TritonBuild, next_power_of_2, output_of, pointer_to
 
 __all__ = ["ManyShortRows", "RegisterRow", "StreamedRow", "Tile", "tile_for"]
 
@@ -120,20 +120,20 @@ class Rows:
 
 def _run_rows(rows: Rows, launch: Callable[..., None], programs: int, size: int) -> Run:
     """One launch, of a kernel that takes ``size`` and ``eps`` after its tensors."""
-    empty_like, eps = torch.empty_like, rows.eps
+    empty, eps = output_of(rows.x), rows.eps
 
     def with_residual(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
-        y, total = empty_like(x), empty_like(x)
+        y, total = empty(), empty()
         launch(programs, 1, 1, x, residual, weight, y, total, size, eps)
         return y, total
 
     def with_weight(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        y = empty_like(x)
+        y = empty()
         launch(programs, 1, 1, x, weight, y, size, eps)
         return y
 
     def plain(x: torch.Tensor, weight: None = None) -> torch.Tensor:
-        y = empty_like(x)
+        y = empty()
         launch(programs, 1, 1, x, y, size, eps)
         return y
 
