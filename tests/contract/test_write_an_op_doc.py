@@ -13,11 +13,18 @@ NAMED_FILES = {
     "my_ops/manifest.yaml",
     "my_ops/scale_rows.py",
     "my_ops/kernels/scale_rows.py",
+    "my_ops/kernels/scale_rows_triton.py",
 }
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "TILEOPS_CACHE_DIR": str(folder / "kernels"),
+    }
 
 
 def test_guide_works_as_written(tmp_path: Path) -> None:
