@@ -158,6 +158,20 @@ def test_touching_a_file_rebuilds_nothing(package):
     assert digests(package) == before
 
 
+def test_an_edit_while_a_process_runs_is_noticed(package):
+    """What is imported then is not what the key says, so it must not be kept under it."""
+    fn = f"{package.name}.device:uses"
+    before = digest_of(fn)
+    assert sources.still(fn)
+    edit(package, "helpers.py", "return x + 1", "return x + 2")
+    assert digest_of(fn) == before
+    assert not sources.still(fn)
+    assert sources.still(f"{package.name}.device:plain")
+    edit(package, "helpers.py", "def inner", "def renamed")
+    assert not sources.still(fn)
+    assert digest_of(fn) == before
+
+
 def test_what_cannot_be_found_is_said(package):
     with pytest.raises(UnknownSourceError, match=r"device has no name 'missing'"):
         digest_of(f"{package.name}.device:broken")

@@ -156,6 +156,26 @@ def test_a_kernel_that_does_not_compile(cache, monkeypatch):
     assert list(cache.path.iterdir()) == []
 
 
+def test_code_of_an_edited_text_is_used_and_not_kept(cache, monkeypatch):
+    from tileops.lib import machine_code
+
+    monkeypatch.setattr(machine_code, "still", lambda fn: False)
+    (kernel,) = norm(96).prepare(half(8, 96), device=H200).kernels
+    assert (kernel.origin, kernel.registers > 0) == ("made", True)
+    assert cache.rows() == []
+
+
+def test_a_build_that_needs_data(cache, monkeypatch):
+    from tileops.norm.kernels import rms_norm
+
+    def entry_for(call):
+        return rms_norm.Entry(("reads",), lambda: torch.ones(3, device="cuda:0").sum().item())
+
+    monkeypatch.setattr(rms_norm.ManyShortRows, "entry_for", entry_for)
+    with pytest.raises(KernelBuildError, match="its build cannot run without data"):
+        norm().prepare(half(8, 256), device=H200)
+
+
 def test_places():
     assert place_of("cuda:sm_90a").facts == place_of(H200).facts
     assert place_of("cuda:sm_90:114").facts.multiprocessors == 114
@@ -280,21 +300,21 @@ def test_every_workload_in_tree_is_understood(cache):
 # ---- with a card that is not there -------------------------------------------------------------------
 
 PREPARE = """
+from dataclasses import replace
 from tests.fake_card import believe, block_triton, launches
 {block}
 import torch, tileops
 from tileops.norm import RMSNormFwdOp
 from tileops.engine import record
 from tileops.engine.build import is_built
-from tileops.engine.plan import build_artifact, resolve_entry
-from tileops.engine.prepare import request_for
+from tileops.engine.plan import build_artifact, call_spec, resolve_entry
 from tileops.engine.places import place_of
 believe({capturing})
 op = RMSNormFwdOp(normalized_shape=(256,))
 with tileops.recording() as events:
     {prepare}
 x, w = torch.randn(8, 256, dtype=torch.float16), torch.ones(256, dtype=torch.float16)
-call = request_for(op._state, (x, w), {{}}, None, place_of()).call
+call = replace(call_spec(op, (x, w), None)[0], device=place_of().facts)
 assert call.device.name == "fake H200", call.device
 selection, entry = resolve_entry(op, call)
 run = entry.bind(build_artifact(call, selection.kernel.name, entry), call)

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tileops.engine.cache.sources import UnknownSourceError
+
 __all__ = ["Build", "asked_by", "collecting", "collector"]
 
 
@@ -65,7 +67,12 @@ class _Dataless(TorchFunctionMode):
 
 
 def asked_by(build: Any) -> list[Build]:
-    """The compilations that calling an entry's ``build`` would need."""
+    """The compilations that calling an entry's ``build`` would need. Raises ``UnknownSourceError``
+    where it does more than can be done without data."""
     with collecting() as builds, _Dataless():
-        build()
+        try:
+            build()
+        except Exception as error:
+            problem = f"its build cannot run without data: {type(error).__name__}: {error}"
+            raise UnknownSourceError(problem) from error
     return builds

@@ -205,7 +205,10 @@ def _decided(state: OpState, call: CallSpec, place: Place) -> Request:
     name = selection.kernel.name
     builds: Sequence[Build] = ()
     if call.device.type == "cuda" and not settings().triton_interpret:
-        builds = asked_by(entry.build)
+        try:
+            builds = asked_by(entry.build)
+        except UnknownSourceError as unseen:
+            raise KernelBuildError(call.op, targets.BUILTIN, name, str(unseen)) from unseen
     note = "" if builds else "nothing to compile: torch's own kernels"
     if name == "inductor":
         note = "compiled at the first call"

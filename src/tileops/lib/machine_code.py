@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tileops.engine import record
 from tileops.engine.cache.entry import FORMAT, Stored
 from tileops.engine.cache.shelves import Found, shelves
-from tileops.engine.cache.sources import UnknownSourceError, digest_of
+from tileops.engine.cache.sources import UnknownSourceError, digest_of, still
 from tileops.engine.cache.versions import compiler_settings, triton_version
 from tileops.engine.settings import settings
 from tileops.lib.driver import Binary
@@ -104,15 +104,19 @@ def code_for(build: TritonBuild, arch: tuple[int, int], compile: bool = True) ->
     """
     begin = time.perf_counter()
     compiled: Any = None
-    stored: Stored | None
+    made: Stored | None = None
 
     def make() -> Stored | None:
-        nonlocal compiled
+        nonlocal compiled, made
         compiled = build.compile_for(arch)
         binary = _binary(compiled)
         record.emit("compiled", kernel=build.fn, arch=_arch_name(arch), key=key,
                     seconds=time.perf_counter() - begin)  # fmt: skip
-        return None if binary is None else _stored(binary, build, key or "")
+        if binary is None:
+            return None
+        made = _stored(binary, build, key or "")
+        # An editor may have been at work between reading the text and importing it.
+        return made if key is not None and still(build.fn) else None
 
     key: str | None = None
     if not settings().compiler_forced:
@@ -120,15 +124,18 @@ def code_for(build: TritonBuild, arch: tuple[int, int], compile: bool = True) ->
             key = key_of(build, arch)
         except UnknownSourceError as unknown:
             record.emit("unkeyed", kernel=build.fn, reason=str(unknown))
+    stored: Stored | None
     found = None if key is None else _found(build, arch, key)
     if found is not None:
         stored, origin = found.stored, found.origin
     elif not compile:
         return None
     elif key is None:
-        stored, origin = make(), "made"
+        make()
+        stored, origin = made, "made"
     else:
-        stored, origin = shelves().obtain("kernel", key, make)
+        kept, origin = shelves().obtain("kernel", key, make)
+        stored = kept or made
     seconds = time.perf_counter() - begin
     if stored is None:
         return Code(None, compiled, key, origin, seconds)

@@ -22,7 +22,7 @@ from typing import Any
 
 from tileops.engine.pause import without_collection
 
-__all__ = ["UnknownSourceError", "digest_of", "forget"]
+__all__ = ["UnknownSourceError", "digest_of", "forget", "still"]
 
 _BY_VERSION = ("torch", "numpy")
 """Packages of which the version tells enough; Triton's is in the key of every kernel."""
@@ -60,13 +60,30 @@ def digest_of(fn: str) -> str:
     with _lock:
         found = _digests.get(fn)
         if found is None:
-            module, _, name = fn.partition(":")
-            parts: dict[str, str] = {}
-            with without_collection():
-                _follow(module, name, parts)
-            text = "\n".join(sorted(f"{where}\t{what}" for where, what in parts.items()))
-            found = _digests[fn] = sha256(text.encode()).hexdigest()
+            found = _digests[fn] = _digest(fn)
         return found
+
+
+def still(fn: str) -> bool:
+    """Whether the files still say what ``digest_of`` read: what was imported since is that text."""
+    global _modules
+    with _lock:
+        known, _modules = _modules, {}
+        try:
+            return _digest(fn) == digest_of(fn)
+        except UnknownSourceError:
+            return False
+        finally:
+            _modules = known
+
+
+def _digest(fn: str) -> str:
+    module, _, name = fn.partition(":")
+    parts: dict[str, str] = {}
+    with without_collection():
+        _follow(module, name, parts)
+    text = "\n".join(sorted(f"{where}\t{what}" for where, what in parts.items()))
+    return sha256(text.encode()).hexdigest()
 
 
 def forget() -> None:
