@@ -85,9 +85,8 @@ def _writing(run: Run, check: Callable[..., None], written: list[int], returned:
         try:
             result = run(*args)
         finally:  # a kernel that failed may have written some of it
-            for n in written:
-                if not args[n].is_inference():  # an inference tensor has no version
-                    bump(args[n])
+            # An inference tensor has no version.
+            bump([args[n] for n in written if not args[n].is_inference()])
         return result if returned is None else args[returned]
 
     return writing
@@ -105,6 +104,7 @@ def _overlaps(
     # A contiguous tensor's extent is a fact of the plan; the strides of another are not.
     sizes = {n: arguments[n].nbytes for n in present
              if arguments[n].is_contiguous() and n not in growing}  # fmt: skip
+    open_ended = [n for n in present if n not in sizes]
     inference = torch.is_inference_mode_enabled
 
     def check(args: tuple[Any, ...]) -> None:
@@ -113,7 +113,9 @@ def _overlaps(
                 raise CheckError(op, names[n], "an inference tensor",
                                  "a normal one outside inference mode, since it is written")  # fmt: skip
         begins = {n: args[n].data_ptr() for n in present}
-        ends = {n: begins[n] + (sizes.get(n) or _reach(args[n])) for n in present}
+        ends = {n: begins[n] + size for n, size in sizes.items()}
+        for n in open_ended:
+            ends[n] = begins[n] + (args[n].nbytes if args[n].is_contiguous() else _reach(args[n]))
         for n, m in pairs:
             if begins[m] < ends[n] and begins[n] < ends[m] and begins[m] < ends[m]:
                 raise CheckError(
