@@ -256,6 +256,24 @@ def test_what_the_dead_leave_goes(cache, holder):
     assert names(cache) == [file_name("kernel", OTHER), file_name("kernel", "c" * 64)]
 
 
+def test_a_partial_file_that_vanishes_before_it_is_locked(cache, monkeypatch):
+    """Another process has renamed or removed it in between: what was locked is nobody's any more."""
+    lock, vanished = fcntl.flock, []
+
+    def flock(descriptor, operation):
+        if not vanished:
+            vanished.extend(cache.path.glob("*.part"))
+            vanished[0].unlink()
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        put(cache)
+    assert len(vanished) == 1
+    assert names(cache) == [file_name("kernel", KEY)]
+
+
 def test_without_locks(cache, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", _raises(errno.ENOLCK))
     put(cache)
