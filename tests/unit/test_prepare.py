@@ -11,6 +11,7 @@ import torch
 
 import tileops
 from tests import fake_card
+from tests.op_packages import MANIFEST, MODULE, swap
 from tileops import CheckError, spec
 from tileops.authoring import TensorSpec
 from tileops.backend import register_kernel_builder
@@ -237,6 +238,17 @@ def test_a_module_is_traced_without_data(cache, capfd):
 def test_a_call_that_is_made_twice_is_prepared_once(cache):
     made = tileops.prepare(lambda x: norm()(norm()(x)), half(4, 256), device=H200, progress=False)
     assert len(made.kernels) == 1
+
+
+def test_inputs_that_stay_on_the_host(cache, package, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    manifest = package(swap(MANIFEST, "table: {dtype", "table: {device: cpu, dtype"), MODULE)
+    cls = importlib.import_module(f"{manifest.parent.name}.ops").ScaleFwdOp
+    op, table = cls(mode="b"), spec(8, dtype=torch.int64)
+    alone = op.prepare(spec(4, 8), None, table, device=H200)
+    traced = tileops.prepare(lambda x, t: op(x, None, t), spec(4, 8), table, device=H200)
+    assert [k.kernel for k in alone.kernels] == ["decomposition"]
+    assert traced.kernels == alone.kernels
 
 
 def test_workers_compile_in_parallel(cache):

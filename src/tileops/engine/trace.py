@@ -101,6 +101,14 @@ class _Calls(TorchDispatchMode):
             entry = state.op.entry
             inputs = tuple(given.get(item.name) for item in entry.inputs)
             self.found.append((state, inputs, given.get("out") if entry.has_out else None))
+            # What must be on the host is checked to be there.
+            host = {item.name for item in entry.inputs if item.host}
+            args = tuple(
+                torch.empty_like(value, device="cpu")
+                if a.name in host and value is not None
+                else value
+                for a, value in zip(func._schema.arguments, args, strict=False)
+            )
         return func(*args, **(kwargs or {}))
 
     def _owner(self, operator: Any) -> Any:
