@@ -274,6 +274,33 @@ def test_a_partial_file_that_vanishes_before_it_is_locked(cache, monkeypatch):
     assert names(cache) == [file_name("kernel", KEY)]
 
 
+def test_another_users_partial_file(cache, monkeypatch):
+    """In a directory that several users write."""
+    cache.path.mkdir()
+    theirs = cache.path / (file_name("kernel", KEY) + ".part")
+    theirs.touch()
+    opened = os.open
+
+    def refuse(path, *arguments, **named):
+        if str(path) == str(theirs):
+            raise PermissionError(errno.EACCES, "not yours")
+        return opened(path, *arguments, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    put(cache)
+    assert cache.read("kernel", KEY) == STORED
+    assert names(cache) == [file_name("kernel", KEY), theirs.name]
+
+
+def test_a_directory_is_never_made_for_everybody(cache):
+    before = os.umask(0)
+    try:
+        put(cache)
+    finally:
+        os.umask(before)
+    assert cache.path.stat().st_mode & 0o777 == 0o755
+
+
 def test_without_locks(cache, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", _raises(errno.ENOLCK))
     put(cache)

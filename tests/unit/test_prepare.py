@@ -25,6 +25,7 @@ from tileops.engine.prepare import Prepared, request_for
 from tileops.engine.settings import settings
 from tileops.engine.workloads import workload_inputs
 from tileops.gemm import GEMMFwdOp
+from tileops.moe import MoEExpertMLPFwdOp
 from tileops.norm import FusedAddRMSNormFwdOp, RMSNormFwdOp
 from tileops.rope import RoPENeoxPositionIdsFwdOp
 
@@ -95,6 +96,8 @@ def test_what_the_call_would_refuse_is_refused(cache):
         norm().prepare(half(8, 256), scale=half(256), device=H200)
     with pytest.raises(CheckError, match="positional 3"):
         norm().prepare(half(8, 256), half(256), half(256), device=H200)
+    with pytest.raises(CheckError, match="argument 'out'.*no such buffer"):
+        norm().prepare(half(8, 256), out=half(8, 256), device=H200)
     with pytest.raises(CheckError, match="given tuple; accepted: a TensorSpec"):
         norm().prepare((8, 256), half(256), device=H200)
     assert cache.rows() == []
@@ -233,6 +236,15 @@ def test_a_module_is_traced_without_data(cache, capfd):
     # What was prepared is what a call of that op uses.
     alone = norm().prepare(half(4, 256), half(256), device=H200)
     assert alone.keys < made.keys
+
+
+def test_a_composition_is_prepared_stage_by_stage(cache):
+    (workload, *_) = MoEExpertMLPFwdOp.entry.workloads
+    made = workload_inputs(MoEExpertMLPFwdOp, workload, device="meta")
+    prepared = made.op.prepare(**made.inputs, device=H200)
+    assert {k.op.partition("(")[0] for k in prepared.kernels} == {"MoEGroupedGEMMFwdOp"}
+    out = made.inputs["expert_input"]
+    assert made.op.prepare(**made.inputs, out=out, device=H200).kernels == prepared.kernels
 
 
 def test_a_call_that_is_made_twice_is_prepared_once(cache):

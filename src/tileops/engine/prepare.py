@@ -157,6 +157,8 @@ def request_for(
     """What a call with such inputs would use on ``place``. Raises ``CheckError`` before any work."""
     op = state.op
     entry = type(op).entry
+    if out is not None and not entry.has_out:
+        raise CheckError(entry.name, "out", type(out).__name__, "nothing: it has no such buffer")
     given = _bound(entry, specs, named)
     host = {item.name for item in entry.inputs if item.host}
     inputs = tuple(

@@ -185,7 +185,7 @@ class Folder:
             return produce(), True
         name = file_name(kind, key)
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self._create()
             claim = _claim(self.path / name)
         except OSError as error:
             self._unwritable(error)
@@ -210,11 +210,15 @@ class Folder:
             return
         name = file_name(stored.kind, stored.key)
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self._create()
             with _claim(self.path / name) as claim:
                 claim.publish(encode(stored))
         except OSError as error:
             self._unwritable(error)
+
+    def _create(self) -> None:
+        # Never writable by everybody, whatever the umask.
+        self.path.mkdir(mode=0o755, parents=True, exist_ok=True)
 
     def _unwritable(self, error: OSError) -> None:
         warn_once(
@@ -333,7 +337,12 @@ def _claim(target: Path) -> _Claim:
     part = target.with_name(target.name + _PART)
     deadline, pause = time.monotonic() + PATIENCE, 0.002
     while time.monotonic() < deadline:
-        descriptor = _open(part)
+        try:
+            descriptor = _open(part)
+        except PermissionError:
+            if not part.exists():
+                raise
+            break  # another user's, in a directory that is shared
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
