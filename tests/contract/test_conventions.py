@@ -275,7 +275,7 @@ def test_a_foreign_build_is_one_for_each_device_type_and_index():
     from dataclasses import replace
 
     from tileops.backend import register_kernel_builder
-    from tileops.engine.plan import _external, call_spec
+    from tileops.engine.plan import call_spec, external
     from tileops.engine.targets import Decision
     from tileops.norm import RMSNormFwdOp
 
@@ -291,7 +291,7 @@ def test_a_foreign_build_is_one_for_each_device_type_and_index():
     for name in ("cpu", "cuda:0", "cuda:1", "cuda:0", "cpu"):
         there = replace(call.spec("x"), device=torch.device(name))
         moved = replace(call, inputs={"x": there, "weight": None})
-        _external(op, moved, Decision("foreign", "op"))
+        external(op, moved, Decision("foreign", "op"))
     assert devices == ["cpu", "cuda:0", "cuda:1"]
 
 
