@@ -61,7 +61,7 @@ lint: setup ## Check style, types and import contracts
 
 .PHONY: bench
 bench: ## List the benchmark commands (they want a card and a quiet machine, so none is run)
-	@echo '  $(BIN)/tileops bench --help'
+	@echo '  $(BIN)/python -m tileops.bench --help'
 	@for file in benchmarks/[a-z]*.py; do \
 		if [[ -e $$file ]]; then \
 			name=$${file#benchmarks/}; echo "  $(BIN)/python -m benchmarks.$${name%.py} --help"; \

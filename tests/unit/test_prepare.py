@@ -379,3 +379,30 @@ def test_a_capture_without_preparation_is_refused(library, tmp_path):
     done = fake_card.run_child(code, library, TILEOPS_CACHE_DIR=str(tmp_path))
     assert "ColdCaptureError: RMSNormFwdOp" in done.stderr
     assert "op.prepare(...)" in done.stderr
+
+
+WITHOUT_TRITON = """
+import sys
+from dataclasses import replace
+from tests.fake_card import believe
+sys.modules["triton"] = None  # any import of it raises ModuleNotFoundError
+import torch
+from tileops.engine import plan
+from tileops.engine.places import place_of
+from tileops.engine.targets import Decision
+from tileops.norm import RMSNormFwdOp
+believe()
+op = RMSNormFwdOp(normalized_shape=(256,), eps=1e-5)
+x, w = torch.randn(8, 256), torch.randn(256)
+call = replace(plan.call_spec(op, (x, w), None)[0], device=place_of().facts)
+run, made = plan._builtin(op, call, Decision("builtin", "default"), op._state, (x, w))
+torch.testing.assert_close(run(x, w), torch.nn.functional.rms_norm(x, (256,), w, 1e-5))
+print(made.kernel, made.refused[0])
+"""
+
+
+def test_without_triton_and_without_the_code_the_decomposition_serves(library, tmp_path):
+    done = fake_card.run_child(WITHOUT_TRITON, library, TILEOPS_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("decomposition ('triton_"), done.stdout
+    assert "Triton is not installed" in done.stdout

@@ -21,6 +21,7 @@ from tileops.engine.decomposition import decomposition_kernels
 from tileops.engine.errors import (
     BackendError,
     ColdCaptureError,
+    KernelBuildError,
     OpNotAvailableError,
 )
 from tileops.engine.finish import finished
@@ -163,32 +164,11 @@ def _is_input(entry: Any) -> str:
     return next((o.is_input for o in entry.outputs if o.is_input), "")
 
 
-def _loaded(package: str, name: str) -> type[Kernel]:
-    """The named kernel, or, where its language is not installed, one that says so."""
-    try:
-        return load_kernel(package, name)
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
-
-    class WithoutTriton(Kernel):
-        """Stands for a kernel whose module needs Triton."""
-
-        devices = ("*",)
-
-        @classmethod
-        def refuses(cls, call: CallSpec) -> str | None:
-            return "Triton is not installed"
-
-    WithoutTriton.name = name
-    return WithoutTriton
-
-
 def in_tree_kernels(cls: Any, device_type: str) -> list[type[Kernel]]:
     """The in-tree kernels of an op class for one device type, decomposition included."""
     interface = cls.kernel
     names = getattr(interface, device_type, ()) if interface is not None else ()
-    kernels = [_loaded(cls.kernel_package, name) for name in names]
+    kernels = [load_kernel(cls.kernel_package, name) for name in names]
     entry = cls.entry
     if cls.decomposition is not None:
         wanted = settings().cpu_kernel
@@ -251,8 +231,13 @@ def _builtin(
     op: Any, call: CallSpec, decision: targets.Decision, state: OpState, inputs: Any
 ) -> Any:
     selection, entry = choose(op, call, state, None if _capturing(call) else inputs)
+    try:
+        artifact = build_artifact(call, selection.kernel.name, entry)
+    except KernelBuildError as error:
+        if not _lacks_triton(error):
+            raise
+        selection, entry, artifact = _without_triton(op, call, selection.kernel)
     refused = selection.refused
-    artifact = build_artifact(call, selection.kernel.name, entry)
     run = artifact if entry.bind is None else entry.bind(artifact, call)
     if decision.skipped:
         refused = ((f"target {decision.skipped.split(':')[0]}", decision.skipped), *refused)
@@ -260,6 +245,28 @@ def _builtin(
         targets.BUILTIN, decision.by, selection.kernel.name, entry.identity, refused, call
     )
     return run, made
+
+
+def _lacks_triton(error: KernelBuildError) -> bool:
+    cause = error.__cause__
+    return isinstance(cause, ModuleNotFoundError) and (cause.name or "").split(".")[0] == "triton"
+
+
+def _without_triton(op: Any, call: CallSpec, first: type[Kernel]) -> tuple[Selection, Entry, Any]:
+    """What serves where Triton is not installed and neither the cache nor a bundle has the code."""
+    kernels, lacking = in_tree_kernels(type(op), call.device.type), [first]
+    while True:
+        selection = select(call, [kernel for kernel in kernels if kernel not in lacking])
+        entry = selection.kernel.entry_for(call)
+        try:
+            artifact = build_artifact(call, selection.kernel.name, entry)
+        except KernelBuildError as error:
+            if not _lacks_triton(error):
+                raise
+            lacking.append(selection.kernel)
+            continue
+        reasons = tuple((kernel.name, "Triton is not installed") for kernel in lacking)
+        return Selection(selection.kernel, (*reasons, *selection.refused)), entry, artifact
 
 
 def external(op: Any, call: CallSpec, decision: targets.Decision) -> Any:
