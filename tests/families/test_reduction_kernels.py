@@ -14,7 +14,8 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 TOLERANCE = {
     torch.float16: {"rtol": 2**-10, "atol": 1e-6},
     torch.bfloat16: {"rtol": 2**-7, "atol": 1e-6},
-    torch.float32: {"rtol": 4e-6, "atol": 1e-7},
+    # A sum of n terms in any order is off by up to n units; some thirty of them were seen for 3000.
+    torch.float32: {"rtol": 1e-5, "atol": 1e-7},
 }
 
 

@@ -67,7 +67,8 @@ def state_of(cls: type, key: str, canonical: bool, make: Callable[[], Any]) -> O
         if state is None:
             state = OpState(key, canonical)
             state.op = make()
-            states[key] = weakref.ref(state, lambda dead: _forget(states, key, dead))
+            # By default argument: at the end of the process a module's names go before its objects.
+            states[key] = weakref.ref(state, lambda dead, f=_forget: f(states, key, dead))
         return state
 
 
