@@ -53,6 +53,7 @@ def believe(capturing: bool = False) -> None:
     torch.cuda.is_available = lambda: True
     torch.cuda.is_initialized = lambda: True
     torch.cuda.current_device = lambda: 0
+    torch.cuda.device_count = lambda: 1
     torch.cuda.device = lambda index: nullcontext()
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     torch.cuda.is_current_stream_capturing = lambda: capturing

@@ -317,3 +317,12 @@ def test_looking_after_the_cache(use_cache, capsys, monkeypatch):
         assert main(["cache", action]) == 2
     assert "set TILEOPS_CACHE_DIR" in capsys.readouterr().err
     sources.forget()
+
+
+@pytest.mark.parametrize("manifest", [b"[]\n", b"{}\n", b"no json\n"])
+def test_a_manifest_that_makes_no_sense(tmp_path, manifest):
+    path = tmp_path / "odd.bundle"
+    digest = sha256(manifest).hexdigest().encode()
+    path.write_bytes(b"tileops bundle 1\n" + digest + b"\n" + manifest)
+    with pytest.raises(BundleError, match="makes no sense"):
+        open_bundle(path)

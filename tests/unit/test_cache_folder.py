@@ -185,13 +185,27 @@ def test_read_only_and_without_room(cache):
     assert names(cache) == [file_name("kernel", KEY)]
 
 
-def test_a_folder_in_which_everybody_may_write(cache, monkeypatch):
+def test_a_link_in_place_of_a_partial_file_is_not_written_through(cache, tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    cache.path.mkdir(parents=True, exist_ok=True)
+    (cache.path / (file_name("kernel", KEY) + ".part")).symlink_to(victim)
+    with pytest.warns(RuntimeWarning):
+        assert cache.make("kernel", KEY, lambda: STORED) == (STORED, True)
+    assert victim.read_text() == "precious"
+
+
+def test_a_pipe_in_place_of_an_entry_is_not_waited_for(cache):
+    cache.path.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(cache.path / file_name("kernel", KEY))
+    assert "no regular file" in cache.damaged()[file_name("kernel", KEY)]
+
+
+def test_a_folder_in_which_everybody_may_write(cache):
     put(cache)
     cache.path.chmod(0o777)
-    assert Folder(cache.path).read("kernel", KEY) == STORED  # it is ours
-    monkeypatch.setattr(os, "geteuid", lambda: 4711)
     other = Folder(cache.path, limit=1 << 20)
-    with pytest.warns(RuntimeWarning, match="everybody may write there and it belongs to somebody"):
+    with pytest.warns(RuntimeWarning, match="everybody may write there"):
         assert other.read("kernel", KEY) is None
     other.make("kernel", OTHER, lambda: Stored("kernel", OTHER))
     assert len(names(cache)) == 1

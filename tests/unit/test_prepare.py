@@ -406,3 +406,11 @@ def test_without_triton_and_without_the_code_the_decomposition_serves(library, t
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("decomposition ('triton_"), done.stdout
     assert "Triton is not installed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "device", ["sm_90", "cuda:sm_90:0", "cuda:sm_090", "cuda:cuda:sm_90", "nothing", "cuda:7"]
+)
+def test_devices_that_are_none(device):
+    with pytest.raises(ValueError, match="cuda:sm_90"):
+        place_of(device)

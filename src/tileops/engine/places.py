@@ -22,7 +22,7 @@ KNOWN = {
     (10, 3): ("B300", 148, 232448),
     (12, 0): ("RTX PRO 6000", 188, 101376),
 }
-_ARCH = re.compile(r"cuda:sm_(\d+)(\d)[a-z]?(?::(\d+))?")
+_ARCH = re.compile(r"cuda:sm_([1-9]\d*)(\d)[a-z]?(?::([1-9]\d*))?")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,19 @@ def place_of(device: str | torch.device | None = None) -> Place:
         count = int(match[3] or multiprocessors)
         facts = DeviceFacts("cuda", 0, arch, name, count, shared)
         return Place(facts, torch.device("cuda", 0), False)
-    found = torch.device(device)
-    if found.type == "cuda" and found.index is None:
-        found = torch.device("cuda", torch.cuda.current_device())
+    advice = "a torch device that is here, or an architecture such as cuda:sm_90 or cuda:sm_90:132"
+    if isinstance(device, str) and "sm_" in device:
+        raise ValueError(f"device {device!r}: accepted is {advice}")
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device {device!r}: accepted is {advice}") from None
+    if found.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if not count or (found.index or 0) >= count:
+            raise ValueError(
+                f"device {device!r}: there are {count} CUDA cards; accepted is {advice}"
+            )
+        if found.index is None:
+            found = torch.device("cuda", torch.cuda.current_device())
     return Place(targets.device_facts(found), found, True)

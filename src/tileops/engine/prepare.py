@@ -259,8 +259,11 @@ def compile_requests(
 ) -> Prepared:
     """Compile what no cache has, each kernel once, and load all of it where the device is here.
 
-    Raises ``KernelBuildError`` for the first kernel that failed, when all others are done.
+    Raises ``KernelBuildError`` for the first kernel that failed, when all others are done, and
+    ``ValueError`` for fewer than one job.
     """
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"jobs={jobs}: accepted is at least 1")
     begin = time.perf_counter()
     arch = place.facts.arch
     slots: dict[Any, list[tuple[Request, int]]] = {}
@@ -286,7 +289,8 @@ def compile_requests(
         bar.step()
 
     try:
-        compile_all([(distinct[n], arch) for n in missing], jobs or settings().jobs, done)
+        processes = settings().jobs if jobs is None else jobs
+        compile_all([(distinct[n], arch) for n in missing], processes, done)
     finally:
         bar.close()
     for n, users in enumerate(slots.values()):

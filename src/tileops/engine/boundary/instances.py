@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from tileops.engine.errors import InstanceKeyError, TileopsError
@@ -67,8 +68,8 @@ def state_of(cls: type, key: str, canonical: bool, make: Callable[[], Any]) -> O
         if state is None:
             state = OpState(key, canonical)
             state.op = make()
-            # By default argument: at the end of the process a module's names go before its objects.
-            states[key] = weakref.ref(state, lambda dead, f=_forget: f(states, key, dead))
+            # Bound now: at the end of the process a module's names go before its objects.
+            states[key] = weakref.ref(state, partial(_forget, states, key))
         return state
 
 

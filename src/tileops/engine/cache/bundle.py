@@ -116,10 +116,13 @@ def open_bundle(path: Path) -> Bundle:
     line, end, _ = rest.partition(b"\n")
     if not end or sha256(line + end).hexdigest().encode() != digest:
         raise BundleError(path, "its manifest is damaged")
-    manifest = json.loads(line)
-    _check_versions(path, manifest)
     begin = len(data) - len(rest) + len(line) + 1
-    return Bundle(path, manifest, *_entries(path, manifest, memoryview(data)[begin:]))
+    try:
+        manifest = json.loads(line)
+        _check_versions(path, manifest)
+        return Bundle(path, manifest, *_entries(path, manifest, memoryview(data)[begin:]))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise BundleError(path, f"its manifest makes no sense: {error!r}") from error
 
 
 def _check_versions(path: Path, manifest: dict[str, Any]) -> None:

@@ -138,6 +138,8 @@ class Folder:
             if name is None:
                 continue
             try:
+                if not item.is_file():  # a pipe would be waited for
+                    raise DamagedEntryError("it is no regular file")
                 decode(Path(item.path).read_bytes(), *name)
             except FileNotFoundError:
                 continue  # evicted meanwhile
@@ -161,13 +163,13 @@ class Folder:
                 status = self.path.stat()
             except OSError:
                 return False
-            self._refused = bool(status.st_mode & 0o002) and status.st_uid != os.geteuid()
+            self._refused = bool(status.st_mode & 0o002)
         if self._refused:
             warn_once(
                 f"refused {self.path}",
-                f"the cache directory {self.path} is not used: everybody may write there and it "
-                f"belongs to somebody else, so its kernels may be anybody's; name a directory of "
-                f"your own, or take the write permission of others away",
+                f"the cache directory {self.path} is not used: everybody may write there, so its "
+                f"kernels may be anybody's; name another directory, or take the write permission "
+                f"of others away",
             )
         return self._refused
 
@@ -366,13 +368,15 @@ def _claim(target: Path) -> _Claim:
 
 
 def _open(part: Path) -> int:
-    return os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+    # A link there would have somebody else's file overwritten.
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+    return os.open(part, flags, 0o666)
 
 
 def _same(path: Path, descriptor: int) -> bool:
     """Whether ``path`` still names the open file."""
     try:
-        named = path.stat()
+        named = path.lstat()
     except OSError:
         return False
     held = os.fstat(descriptor)
@@ -395,7 +399,7 @@ def _abandoned(part: Path) -> bool:
                 part.unlink()
                 return True
             return False
-        descriptor = os.open(part, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = os.open(part, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError:
         return False
     try:
