@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from hashlib import sha256
 
 import pytest
@@ -326,3 +327,36 @@ def test_a_manifest_that_makes_no_sense(tmp_path, manifest):
     path.write_bytes(b"tileops bundle 1\n" + digest + b"\n" + manifest)
     with pytest.raises(BundleError, match="makes no sense"):
         open_bundle(path)
+
+
+def test_a_bundle_of_something_else(tmp_path):
+    with pytest.raises(TypeError, match="what prepare returned"):
+        tileops.bundle(tmp_path / "x", "a word")
+
+
+def test_commands_on_a_directory_that_is_not_used(tmp_path, monkeypatch, capsys):
+    given = tmp_path / "given"
+    monkeypatch.setenv("TILEOPS_CACHE_DIR", str(given))
+    for make in (
+        lambda: given.write_text("a file"),
+        lambda: (given.unlink(), given.mkdir(), given.chmod(0o777)),
+    ):
+        make()
+        settings.cache_clear()
+        for action in ("list", "verify", "prune", "clear"):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                assert main(["cache", action]) == 2
+            assert str(given) in capsys.readouterr().err
+    settings.cache_clear()
+
+
+def test_what_prune_cannot_remove_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TILEOPS_CACHE_DIR", str(tmp_path))
+    settings.cache_clear()
+    kept = tmp_path / ("0" * 64 + ".kernel") / "inside"
+    kept.mkdir(parents=True)
+    assert main(["cache", "prune"]) == 1
+    assert "could not be removed" in capsys.readouterr().out
+    assert kept.is_dir()
+    settings.cache_clear()

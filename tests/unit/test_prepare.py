@@ -414,3 +414,37 @@ def test_without_triton_and_without_the_code_the_decomposition_serves(library, t
 def test_devices_that_are_none(device):
     with pytest.raises(ValueError, match="cuda:sm_90"):
         place_of(device)
+
+
+def test_what_a_function_makes_on_a_card_that_is_not_here(cache):
+    def function(x):
+        return norm()(x + torch.ones(256, dtype=HALF, device="cuda"))
+
+    prepared = tileops.prepare(function, half(8, 256), device=H200, progress=False)
+    assert [kernel.origin for kernel in prepared.kernels] == ["made"]
+
+
+def test_a_branch_on_data_says_what_to_do(cache):
+    def function(x):
+        return norm()(x) if x.sum().item() > 0 else x
+
+    with pytest.raises(RuntimeError) as caught:
+        tileops.prepare(function, half(8, 256), device=H200, progress=False)
+    assert any("prepare its parts" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "error"),
+    [
+        ((8,), "f16", TypeError), ((1.5,), HALF, TypeError), ((True,), HALF, TypeError),
+        ((-1,), HALF, ValueError), ((2**62,), HALF, ValueError), ((2**64, 4), HALF, ValueError),
+    ],
+)  # fmt: skip
+def test_specs_that_are_none(shape, dtype, error):
+    with pytest.raises(error, match="spec: "):
+        spec(*shape, dtype=dtype)
+
+
+def test_fewer_than_one_job(cache):
+    with pytest.raises(ValueError, match="jobs=0"):
+        norm().prepare(half(8, 256), half(256), device=H200, jobs=0)

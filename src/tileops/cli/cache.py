@@ -20,7 +20,8 @@ __all__ = ["add_commands"]
 
 _CACHE = """\
 The kernel cache: machine code and choices of tuning, kept between processes.
-Exit status: 0; 1 where 'verify' finds damage; 2 where there is no cache directory."""
+Exit status: 0; 1 where 'verify' finds damage or 'prune' cannot remove it; 2 where there is no
+directory that is used."""
 _BUNDLE = """\
 Write kernels into one file that 'tileops.load_bundle' or TILEOPS_BUNDLE uses without compiling.
 
@@ -106,14 +107,22 @@ def _own() -> Folder | None:
 
     own = shelves().own
     if own is None:
-        print("tileops cache: there is no home directory; set TILEOPS_CACHE_DIR", file=sys.stderr)
-    return own
+        problem = "there is no home directory; set TILEOPS_CACHE_DIR"
+    elif own.path.exists() and not own.path.is_dir():
+        problem = f"{own.path} is no directory; set TILEOPS_CACHE_DIR to one"
+    elif own.refused():  # which says why
+        problem = f"{own.path} is not used"
+    else:
+        return own
+    print(f"tileops cache: {problem}", file=sys.stderr)
+    return None
 
 
 def _path(options: argparse.Namespace) -> int:
     from tileops.engine.cache.shelves import shelves
 
-    known, own = shelves(), _own()
+    known = shelves()
+    own = known.own if options.json else _own()
     if options.json:
         print(json.dumps({
             "path": None if own is None else str(own.path),
@@ -148,7 +157,9 @@ def _list(options: argparse.Namespace) -> int:
         day = time.strftime("%Y-%m-%d", time.localtime(one["used"]))
         print(f"{one['key'][:12]}  {one['kind']:6}  {one['arch'] or '-':6}  {one['bytes']:>8}  "
               f"{day}  {one['name']}")  # fmt: skip
-    print(f"{len(table)} entries, {_size(sum(row.size for row in rows))} of {_size(own.limit)}")
+    print(
+        f"{len(table)} entries, {_size(sum(one['bytes'] for one in table))} of {_size(own.limit)}"
+    )
     return 0
 
 
@@ -190,7 +201,9 @@ def _prune(options: argparse.Namespace) -> int:
     else:
         print(f"removed: {len(swept.damaged)} damaged, {len(swept.abandoned)} left behind, "
               f"{len(swept.evicted)} beyond the limit")  # fmt: skip
-    return 0
+        for name in swept.stuck:
+            print(f"damaged, and could not be removed: {own.path / name}")
+    return 1 if swept.stuck else 0
 
 
 def _clear(options: argparse.Namespace) -> int:
@@ -202,18 +215,20 @@ def _clear(options: argparse.Namespace) -> int:
     return 0
 
 
-def _size(count: int) -> str:
-    for unit in ("bytes", "KiB", "MiB"):
+def _size(count: float) -> str:
+    if count < 1024:
+        return f"{count:.0f} bytes"
+    for unit in ("KiB", "MiB"):
+        count /= 1024
         if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1024  # type: ignore[assignment]
-    return f"{count:.1f} GiB"
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} GiB"
 
 
 # ---- tileops bundle -----------------------------------------------------------------------------
 
 
-class _Wrong(Exception):  # noqa: N818  (a fault of the command line, and no one catches it elsewhere)
+class _ArgumentError(Exception):
     """An argument that means nothing."""
 
 
@@ -230,7 +245,7 @@ def _bundle(options: argparse.Namespace) -> int:
         ]
         names = [place_of(device).facts.arch_name for device in devices]
         manifest = bundle(options.output, *prepared, architectures=names)
-    except (_Wrong, ValueError) as error:
+    except (_ArgumentError, ValueError) as error:
         print(f"tileops bundle: {error}", file=sys.stderr)
         return 1 if isinstance(error, TileopsError) else 2
     except TileopsError as error:
@@ -275,7 +290,9 @@ def _input(text: str) -> TensorSpec | None:
     sizes = shape.split("x") if shape else []
     if not colon or not isinstance(dtype, torch.dtype) or not all(s.isdigit() for s in sizes):
         accepted = ", ".join(_DTYPES)
-        raise _Wrong(f"--input {text!r}: accepted is SHAPE:DTYPE, as 2048x4096:f16; of {accepted}")
+        raise _ArgumentError(
+            f"--input {text!r}: accepted is SHAPE:DTYPE, as 2048x4096:f16; of {accepted}"
+        )
     return spec(*map(int, sizes), dtype=dtype)
 
 
@@ -290,8 +307,8 @@ def _op(text: str) -> Any:
             try:
                 return cls(**read_call(text if "(" in text else f"{text}()")[1])
             except ValueError as error:
-                raise _Wrong(f"--op {text!r}: {error}") from None
-    raise _Wrong(f"--op {text!r}: no op is named {name!r}; see 'tileops list'")
+                raise _ArgumentError(f"--op {text!r}: {error}") from None
+    raise _ArgumentError(f"--op {text!r}: no op is named {name!r}; see 'tileops list'")
 
 
 def _function(text: str) -> Any:
@@ -305,4 +322,6 @@ def _function(text: str) -> Any:
             module = importlib.import_module(file)
         return getattr(module, name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise _Wrong(f"--call {text!r}: accepted is FILE.py:NAME or MODULE:NAME; {error}") from None
+        raise _ArgumentError(
+            f"--call {text!r}: accepted is FILE.py:NAME or MODULE:NAME; {error}"
+        ) from None

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from tileops.engine.cache.sources import UnknownSourceError
 
-__all__ = ["Build", "asked_by", "collecting", "collector"]
+__all__ = ["Build", "Dataless", "asked_by", "collecting", "collector"]
 
 
 class Build(Protocol):
@@ -53,7 +53,7 @@ def collecting() -> Iterator[list[Build]]:
         _asked.builds = outer
 
 
-class _Dataless(TorchFunctionMode):
+class Dataless(TorchFunctionMode):
     """Tensors that are made, or moved to a device, have no data. Not ``FakeTensorMode``: its first use
     imports Dynamo and Triton, a second of a warm start."""
 
@@ -69,7 +69,7 @@ class _Dataless(TorchFunctionMode):
 def asked_by(build: Any) -> list[Build]:
     """The compilations that calling an entry's ``build`` would need. Raises ``UnknownSourceError``
     where it does more than can be done without data."""
-    with collecting() as builds, _Dataless():
+    with collecting() as builds, Dataless():
         try:
             build()
         except Exception as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,9 +14,7 @@ from tileops.engine.cache.shelves import shelves, use_bundle
 from tileops.engine.cache.sources import UnknownSourceError, digest_of
 from tileops.engine.cache.versions import triton_version
 from tileops.engine.errors import BundleError
-
-if TYPE_CHECKING:
-    from tileops.engine.prepare import Prepared
+from tileops.engine.prepare import Prepared
 
 __all__ = ["bundle", "load_bundle"]
 
@@ -31,6 +29,9 @@ def bundle(
     every one where none is named). Gives the manifest. Raises ``BundleError`` where a kernel is in
     no cache or there is nothing to write.
     """
+    for one in prepared:
+        if not isinstance(one, Prepared):
+            raise TypeError(f"bundle: {type(one).__name__}; accepted is what prepare returned")
     path, wanted = Path(path), frozenset(architectures)
     unkept = [k.function for one in prepared for k in one.kernels if k.function and k.key is None]
     if unkept:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -197,12 +198,10 @@ def _decided(state: OpState, call: CallSpec, place: Place) -> Request:
     decision = targets.decide(call.op, op.target, place.device)
     if decision.target != targets.BUILTIN:
         note = f"target {decision.target!r} builds it"
-        load = None
         if place.present:
-            load = lambda: external(op, call, decision)  # noqa: E731
-        else:
-            note += " at the first call"
-        return Request(op, call, decision.target, (), load, note)
+            load: Callable[[], Any] = partial(external, op, call, decision)
+            return Request(op, call, decision.target, (), load, note)
+        return Request(op, call, decision.target, (), None, note + " at the first call")
     selection, entry = choose(op, call, state, None)
     name = selection.kernel.name
     builds: Sequence[Build] = ()
@@ -214,10 +213,8 @@ def _decided(state: OpState, call: CallSpec, place: Place) -> Request:
     note = "" if builds else "nothing to compile: torch's own kernels"
     if name == "inductor":
         note = "compiled at the first call"
-    load = None
-    if place.present:
-        load = lambda: build_artifact(call, selection.kernel.name, entry)  # noqa: E731
-    return Request(op, call, name, builds, load, note)
+    here = partial(build_artifact, call, name, entry) if place.present else None
+    return Request(op, call, name, builds, here, note)
 
 
 # ---- from requests to machine code ---------------------------------------------------------------------

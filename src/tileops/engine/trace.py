@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from tileops.engine.asked import Dataless
 from tileops.engine.boundary.instances import OpState, resolve
 from tileops.engine.errors import TileopsError
 from tileops.engine.kernel import TensorSpec
@@ -20,7 +22,19 @@ __all__ = ["prepare", "spec"]
 
 
 def spec(*shape: int, dtype: torch.dtype = torch.float32, aligned: bool = True) -> TensorSpec:
-    """A contiguous tensor without data, for ``prepare``: ``spec(2048, 4096, dtype=torch.float16)``."""
+    """A contiguous tensor without data, for ``prepare``: ``spec(2048, 4096, dtype=torch.float16)``.
+
+    ``aligned``: it begins at a multiple of 16 bytes. Raises ``TypeError`` and ``ValueError``.
+    """
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"spec: dtype={dtype!r}; accepted is a torch.dtype")
+    for size in shape:
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"spec: size {size!r}; accepted are integers")
+    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize >= 1 << 63:
+        raise ValueError(
+            f"spec: shape {shape}; accepted are sizes from 0, of less than 2**63 bytes"
+        )
     made = TensorSpec.contiguous_of(tuple(shape), dtype, torch.device("meta"))
     return TensorSpec(made.shape, made.dtype, made.device, made.strides, aligned)
 
@@ -46,7 +60,13 @@ def prepare(
     place = place_of(device)
     seen: dict[Any, Request] = {}
     with torch.no_grad(), _Calls() as calls:
-        _call(function, args, kwargs)
+        try:
+            with Dataless():  # what it makes on a device that is not here
+                _call(function, args, kwargs)
+        except RuntimeError as error:
+            error.add_note("tileops.prepare calls with tensors that have no data: what branches on "
+                           "what they hold cannot be followed; prepare its parts")  # fmt: skip
+            raise
     for state, inputs, out in calls.found:
         facts = tuple(None if t is None else (tuple(t.shape), t.stride(), t.dtype) for t in inputs)
         key = (type(state.op), state.key, facts, out is not None)

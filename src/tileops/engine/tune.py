@@ -17,13 +17,13 @@ import torch
 from tileops import __version__
 from tileops.engine import record
 from tileops.engine.asked import asked_by
-from tileops.engine.build import built
 from tileops.engine.cache.entry import FORMAT, Stored
 from tileops.engine.cache.shelves import shelves
 from tileops.engine.cache.sources import UnknownSourceError
 from tileops.engine.cache.versions import compiler_settings, triton_version
 from tileops.engine.errors import BackendError
 from tileops.engine.kernel import CallSpec, Entry, Kernel, TensorSpec
+from tileops.engine.plan import build_artifact
 
 __all__ = ["Tuned", "tuned"]
 
@@ -179,8 +179,7 @@ def _fastest(
 def _time(
     call: CallSpec, kernel: type[Kernel], entry: Entry, inputs: tuple[Any, ...], has_out: bool
 ) -> float:
-    identity = ("builtin", entry.identity, call.device.type, call.device.index)
-    artifact = built(identity, entry.build, op=call.op, target="builtin", kernel=kernel.name)
+    artifact = build_artifact(call, kernel.name, entry)
     run = artifact if entry.bind is None else entry.bind(artifact, call)
     args = [
         None if t is None else t.clone() if name in call.written else t.contiguous()

@@ -26,6 +26,7 @@ from tileops.engine.boundary.refusals import (
     refuse_written_grad,
     refusing_function,
 )
+from tileops.engine.boundary.schema import returned_of, schema_of
 from tileops.engine.manifest.entry import Branch, Entry
 from tileops.engine.manifest.expr import Expr
 from tileops.engine.signature.generate import compile_source, presence_lines
@@ -58,41 +59,6 @@ class Boundary:
 
     operators: tuple[Operator, ...]
     library: Any
-
-
-# ---- schema -----------------------------------------------------------------------------------
-
-
-def schema_of(entry: Entry, branch: Branch) -> str:
-    """Tensors in input order, written ones ``Tensor(x!)``, then ``str instance_key``."""
-    letters = iter("abcdefghijklmnop")
-    arguments = []
-    for item in entry.inputs:
-        if item.name in branch.writes:
-            arguments.append(f"Tensor({next(letters)}!) {item.name}")
-        else:
-            arguments.append(f"Tensor{'?' if item.optional else ''} {item.name}")
-    if branch.out:
-        arguments.append(f"Tensor({next(letters)}!) out")
-    arguments.append("str instance_key")
-    count = len(_returned(entry, branch))
-    result = (
-        "()" if count == 0 else "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
-    )
-    return f"({', '.join(arguments)}) -> {result}"
-
-
-def _returned(entry: Entry, branch: Branch) -> list[int]:
-    """Positions of the outputs an operator of this branch returns: what is written is not."""
-    return [
-        index
-        for index, output in enumerate(entry.outputs)
-        if not (
-            output.name in branch.without
-            or (branch.out and output.buffer)
-            or (output.is_input is not None and output.is_input in branch.writes)
-        )
-    ]
 
 
 # ---- generated call paths ------------------------------------------------------------------------
@@ -214,7 +180,7 @@ def _branch_test(entry: Entry, branch: Branch) -> str:
 
 def _result(entry: Entry, branch: Branch) -> str:
     """What a call of this branch gives its user, from the operator's result ``r``."""
-    returned = _returned(entry, branch)
+    returned = returned_of(entry, branch)
     values = []
     for index, output in enumerate(entry.outputs):
         if index in returned:
@@ -228,7 +194,7 @@ def _result(entry: Entry, branch: Branch) -> str:
     return values[0] if len(values) == 1 else f"({', '.join(values)})"
 
 
-def calls_source(entry: Entry, branches: tuple[Branch, ...], growing: bool = False) -> str:
+def calls_source(entry: Entry, branches: tuple[Branch, ...], growing: bool) -> str:
     """Source of ``__call__``, ``_call_boundary`` and ``_run`` of one class."""
     parameters, names = _parameters(entry)
     buffers = [*names, *(["out"] if entry.has_out else [])]
@@ -294,7 +260,7 @@ def calls_source(entry: Entry, branches: tuple[Branch, ...], growing: bool = Fal
         arguments = ", ".join([*names, *(["out"] if branch.out else []), "self._instance_key"])
         lines += [
             f"    if {_branch_test(entry, branch)}:",
-            f"        {'r = ' if _returned(entry, branch) else ''}_op_{index}({arguments})",
+            f"        {'r = ' if returned_of(entry, branch) else ''}_op_{index}({arguments})",
             f"        return {_result(entry, branch)}",
         ]
     lines.append("    raise AssertionError('no side-effect branch holds')")
@@ -318,7 +284,7 @@ def _operator_source(
     tensors = [*names, *(["out"] if branch.out else [])]
     arguments = ", ".join([*tensors, "instance_key"])
     passed = ", ".join([*names, *([("out" if branch.out else "None")] if entry.has_out else [])])
-    returned = _returned(entry, branch)
+    returned = returned_of(entry, branch)
     if not returned:
         give = "    return None"
     elif len(returned) == len(entry.outputs):

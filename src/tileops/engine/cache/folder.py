@@ -76,6 +76,8 @@ class Swept:
     damaged: list[str] = field(default_factory=list)
     abandoned: list[str] = field(default_factory=list)
     evicted: list[str] = field(default_factory=list)
+    stuck: list[str] = field(default_factory=list)
+    """Damaged, and not removed: a directory that holds something, or no permission."""
 
 
 class Folder:
@@ -242,8 +244,8 @@ class Folder:
         beyond ``limit`` bytes (the directory's own where None)."""
         swept = Swept()
         for name in self.damaged():
-            if _remove(self.path / name):
-                swept.damaged.append(name)
+            removed = _remove(self.path / name)
+            (swept.damaged if removed else swept.stuck).append(name)
         self._sweep(swept)
         self._evict(self.limit if limit is None else limit, swept)
         return swept

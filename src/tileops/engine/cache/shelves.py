@@ -77,16 +77,18 @@ def shelves() -> Shelves:
     known = _known
     if known is None or known[0] is not given:
         with _lock:
-            known = (given, Shelves(given))
-            known[1].bundles += _loaded
-            _known = known
+            known = _known
+            if known is None or known[0] is not given:
+                known = (given, Shelves(given))
+                known[1].bundles += _loaded
+                _known = known
     return known[1]
 
 
 def use_bundle(path: Path) -> Bundle:
     """Look there first from now on. Raises ``BundleError`` and changes nothing."""
-    here = shelves()
     bundle = open_bundle(path)
+    here = shelves()
     with _lock:
         _loaded.append(bundle)
         here.bundles.append(bundle)
