@@ -59,8 +59,6 @@ def place_of(device: str | torch.device | None = None) -> Place:
         facts = DeviceFacts("cuda", 0, arch, name, count, shared)
         return Place(facts, torch.device("cuda", 0), False)
     advice = "a torch device that is here, or an architecture such as cuda:sm_90 or cuda:sm_90:132"
-    if isinstance(device, str) and "sm_" in device:
-        raise ValueError(f"device {device!r}: accepted is {advice}")
     try:
         found = torch.device(device)
     except RuntimeError:
