@@ -229,6 +229,44 @@ def test_a_process_default_set_later():
     close(op(x, weight), x, weight)
 
 
+@pytest.mark.parametrize("fails_at", [1, 2, 3, 6])
+def test_whose_kernel_failed_is_said_at_every_call(fails_at):
+    calls = []
+
+    def build_kernel(*specs, **params):
+        def kernel(x, weight):
+            calls.append(1)
+            if len(calls) == fails_at:
+                raise RuntimeError("the device was lost")
+            return x.clone()
+
+        return kernel
+
+    target = f"fails_at_{fails_at}"
+    register_kernel_builder(target, "RMSNormFwdOp", build_kernel)
+    op, x, weight = (
+        RMSNormFwdOp(normalized_shape=(8,), target=target),
+        torch.randn(2, 8),
+        torch.ones(8),
+    )
+    for _ in range(fails_at - 1):
+        op(x, weight)
+    with pytest.raises(RuntimeError, match="device was lost") as caught:
+        op(x, weight)
+    assert [target in note for note in caught.value.__notes__] == [True]
+    assert op(x, weight).equal(x)  # it stays usable
+
+
+def test_a_nested_tensor_given_to_the_operator_itself():
+    op, x, weight = warm()
+    operator = torch.ops.tileops.norm_rms_norm_fwd.default
+    operator(x, weight, op._instance_key)
+    nested = torch.nested.nested_tensor([x, x])
+    for given in ((nested, weight), (x, nested)):
+        with pytest.raises(CheckError, match="nested"), torch.no_grad():
+            operator(*given, op._instance_key)
+
+
 def test_tuning_drops_the_guards():
     op, x, weight = warm()
     op.request_tune()

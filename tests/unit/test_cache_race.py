@@ -19,7 +19,9 @@ from tileops.engine.cache.folder import Folder
 
 ROOT = Path(__file__).parents[2]
 PROCESSES = 8
-KEYS = [hashlib.sha256(bytes([n])).hexdigest() for n in range(6)]
+KEYS = [hashlib.sha256(bytes([n])).hexdigest() for n in range(24)]
+LEAST_SECONDS = len(KEYS) / PROCESSES * BUILD_SECONDS
+"""What the work takes at least, and so each process: it waits for every key."""
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
 
 
@@ -41,7 +43,7 @@ def race(command, start, kill_after):
 def one_round(folder: Path, log: Path) -> bool:
     start = time.time() + 1.5
     script = [sys.executable, "-m", "tests.cache_race", str(folder), str(log), str(start)]
-    children, victim = race(script, start, random.uniform(0.0, len(KEYS) * BUILD_SECONDS))
+    children, victim = race(script, start, random.uniform(0.0, LEAST_SECONDS))
     built = [line.split() for line in log.read_text().splitlines()]
     by_victim = {key for pid, key in built if int(pid) == victim.pid}
     for key, count in Counter(key for _, key in built).items():

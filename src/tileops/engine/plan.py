@@ -23,6 +23,7 @@ from tileops.engine.errors import (
     ColdCaptureError,
     KernelBuildError,
     OpNotAvailableError,
+    TileopsError,
 )
 from tileops.engine.finish import finished
 from tileops.engine.kernel import CallSpec, Entry, Kernel, TensorSpec
@@ -80,6 +81,20 @@ class Plan:
     """What the op's ``region`` gave, which the sizes along growing dims must give as well."""
     hot: Any = None
     """Its guard, once it has been found a second time."""
+
+    @property
+    def trusted(self) -> Callable[..., Any]:
+        """``run`` without the check of a foreign kernel's first result, once that has passed."""
+        found: Callable[..., Any] = getattr(self.run, "trusted", self.run)
+        return found
+
+    def blamed(self, error: Exception) -> Exception:
+        """An error of ``run``, which says whose kernel raised it where that is not ours."""
+        if self.made.target != targets.BUILTIN and not isinstance(error, TileopsError):
+            error.add_note(
+                f"raised by target {self.made.target!r} while it served {self.made.call}"
+            )
+        return error
 
 
 def _branch(cls: Any, inputs: tuple[Any, ...], op: Any, out: Any) -> Branch:
@@ -301,17 +316,15 @@ def _verified(kernel: Any, call: CallSpec, target: str, entry: Any) -> Callable[
 
     def run(*args: Any) -> Any:
         nonlocal checked
-        try:
-            result = kernel(*args)
-        except Exception as error:
-            error.add_note(f"raised by target {target!r} while it served {call}")
-            raise
+        result = kernel(*args)
         if not checked:
             if written:
                 _check_written(call, target, result, carried, args[place])
             else:
                 _check_result(call, target, result, args)
             checked = True
+            if not (alone and isinstance(result, tuple)):
+                vars(run)["trusted"] = kernel  # see Plan.trusted
         return result[0] if alone and isinstance(result, tuple) else result
 
     return run

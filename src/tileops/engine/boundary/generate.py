@@ -127,8 +127,9 @@ def _facts(entry: Entry, names: list[str]) -> str:
     return f"({', '.join(parts)})"
 
 
-def _hot_lines(entry: Entry, names: list[str], growing: bool) -> list[str]:
-    """Runs the plan behind a guard that takes the call, if there is one: see ``hot``."""
+def _hot_lines(entry: Entry, names: list[str], growing: bool) -> tuple[list[str], list[str]]:
+    """Which guards may be asked (``_hots``), and running the plan of the one that takes the call, if
+    there is one: see ``hot``."""
     optional = {i.name for i in entry.inputs if i.optional} | {"out"}
     buffers = [*names, *(["out"] if entry.has_out else [])]
     passed = ", ".join(buffers)
@@ -141,13 +142,12 @@ def _hot_lines(entry: Entry, names: list[str], growing: bool) -> list[str]:
     # The guard ends the process where a tensor has no strides; of those that are no subclass only
     # the nested one comes to that.
     nested = " or ".join(f"{n}.is_nested" for n in guarded)
-    lines = [
-        *(f"_or_{n} = _ABSENT[{buffers.index(n)}] if {n} is None else {n}" for n in absent),
+    given = [f"_or_{n} = _ABSENT[{buffers.index(n)}] if {n} is None else {n}" for n in absent]
+    choose = [
         f"try: _hots = () if {nested} else _shared.hots",
         "except AttributeError: _hots = ()",  # not all are tensors
-        "for hot in _hots:",
-        f"    if {' and '.join(tests)}:",
     ]
+    lines = [*given, "for hot in _hots:", f"    if {' and '.join(tests)}:"]
     if growing:
         lines += [
             "        if hot.grown:",
@@ -155,7 +155,12 @@ def _hot_lines(entry: Entry, names: list[str], growing: bool) -> list[str]:
             "            if sizes is None: continue",
             "            _shared.sizes = sizes",
         ]
-    return [*lines, "        _shared.last = hot.plan", f"        return hot.run({passed})"]
+    lines += [
+        "        _shared.last = hot.plan",
+        f"        try: return hot.run({passed})",
+        "        except Exception as error: raise hot.plan.blamed(error)",
+    ]
+    return [*given, *choose], lines
 
 
 def _branch_test(entry: Entry, branch: Branch) -> str:
@@ -221,7 +226,8 @@ def calls_source(entry: Entry, branches: tuple[Branch, ...], growing: bool) -> s
         *([f"        {_whole_signature(entry)}"] if entry.composition else []),
         f"        return self.{'_call_boundary' if entry.has_boundary else 'forward'}({by_name})",
     ]
-    hot = _hot_lines(entry, names, growing)
+    choose, run = _hot_lines(entry, names, growing)
+    hot = [*choose, *run]
     if entry.has_boundary:
         lines += [
             f"    if not _extra and not _unknown and {QUIET}:",
@@ -251,7 +257,8 @@ def calls_source(entry: Entry, branches: tuple[Branch, ...], growing: bool) -> s
         "    else:",
         f"        _keep_hot(_shared, plan, ({passed},), _growth)",
         "    _shared.last = plan",
-        f"    return plan.run({passed})",
+        f"    try: return plan.run({passed})",
+        "    except Exception as error: raise plan.blamed(error)",
         "",
         f"def _call_boundary(self, {_boundary_parameters(entry)}):",
     ]
@@ -265,7 +272,7 @@ def calls_source(entry: Entry, branches: tuple[Branch, ...], growing: bool) -> s
         ]
     lines.append("    raise AssertionError('no side-effect branch holds')")
     for index, branch in enumerate(branches):
-        lines += ["", *_operator_source(entry, branch, index, names, hot)]
+        lines += ["", *_operator_source(entry, branch, index, names, run)]
     return "\n".join(lines) + "\n"
 
 
@@ -310,6 +317,7 @@ def _operator_source(
         f"    if {QUIET_BELOW}:",
         "        _ref = _live(instance_key)",
         "        _shared = (_ref and _ref()) or _resolve(_cls, instance_key)",
+        "        _hots = _shared.hots",  # nested tensors have an Autograd kernel of their own
         *(["        out = None"] if entry.has_out else []),
         *(f"        {line}" for line in hot),
     ]
@@ -440,6 +448,15 @@ def make_calls(
     return boundary
 
 
+def _refusing_nested(cls: Any, overload: Any) -> Callable[..., None]:
+    names = [argument.name for argument in overload._schema.arguments]
+
+    def refuse_nested(*args: Any) -> None:
+        refuse_without_storage(cls, dict(zip(names, args, strict=True)))
+
+    return refuse_nested
+
+
 def _define(
     cls: Any, entry: Entry, branches: tuple[Branch, ...], base: str, namespace: dict[str, Any]
 ) -> Boundary:
@@ -453,6 +470,7 @@ def _define(
         library.impl(name, namespace[f"_body_{index}"], "CompositeExplicitAutograd")
         torch.library.register_fake(f"tileops::{name}", namespace[f"_fake_{index}"], lib=library)
         library.impl(name, namespace[f"_autograd_{index}"], "Autograd")
+        library.impl(name, _refusing_nested(cls, overload), "AutogradNestedTensor")
         namespace[f"_op_{index}"] = overload
         namespace[f"_refuse_{index}"] = refusing_function(cls, overload, name)
         operators.append(Operator(f"tileops::{name}", schema, branch, overload))

@@ -82,4 +82,6 @@ def _guard(plan: Any, tensors: list[torch.Tensor], growth: Growth | None) -> Any
     except (AttributeError, TypeError, RuntimeError, SystemError):
         return _NEVER
     grads = any(tensor.requires_grad for tensor in tensors)
-    return Hot(guards.check, plan.epoch, plan.context, grads, growth is not None, plan.run, plan)
+    return Hot(
+        guards.check, plan.epoch, plan.context, grads, growth is not None, plan.trusted, plan
+    )
