@@ -24,7 +24,9 @@ SHORT = {"RoPELlama31": {"original_max_position": 64}, "YaRN": {"original_max_po
 
 def both(name, **params):
     """The op and the op of its gradient."""
-    return [getattr(rope, f"{name}{way}Op")(**SHORT.get(name, {}), **params) for way in ("Fwd", "Bwd")]
+    return [
+        getattr(rope, f"{name}{way}Op")(**SHORT.get(name, {}), **params) for way in ("Fwd", "Bwd")
+    ]
 
 
 def hold(op, x):
@@ -119,7 +121,11 @@ def test_a_gradient_turns_back():
     "op",
     [
         *(RoPEFwdOp(base=base) for base in (500000.0, 1.0, 2, 0.5, 1e-3)),
-        *(RoPELlama31FwdOp(base=base, original_max_position=n) for base in (1e4, 5e5) for n in (8, 8192)),
+        *(
+            RoPELlama31FwdOp(base=base, original_max_position=n)
+            for base in (1e4, 5e5)
+            for n in (8, 8192)
+        ),
         RoPELlama31FwdOp(scaling_factor=0.5, low_freq_factor=0.25, high_freq_factor=32.0),
         RoPELlama31FwdOp(scaling_factor=math.inf, original_max_position=16),
         *(YaRNFwdOp(base=base, scaling_factor=by) for base in (1e4, 1e6) for by in (0.5, 1.0, 4.0)),
@@ -170,7 +176,9 @@ def test_the_oracle_agrees_with_published_code(name):
         rope_parameters=parameters, head_dim=128, max_position_embeddings=131072,
         hidden_size=128, num_attention_heads=1, standardize_rope_params=lambda: None,
     )  # fmt: skip
-    theirs, scale = rope_utils.ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=131072)
+    theirs, scale = rope_utils.ROPE_INIT_FUNCTIONS[kind](
+        config, torch.device("cpu"), seq_len=131072
+    )
     rates, ours = RATES[name](op, 128)
     torch.testing.assert_close(torch.tensor(rates).float(), theirs, rtol=1e-5, atol=0)
     assert ours == pytest.approx(scale)
@@ -184,7 +192,10 @@ def test_the_oracle_agrees_with_published_code(name):
     [
         (lambda: RoPEFwdOp("gpt"), "rope_layout"),
         (lambda: RoPEFwdOp(input_layout="3d"), "input_layout"),
-        *((lambda base=base: RoPEFwdOp(base=base), "base") for base in (0.0, -1.0, math.inf, math.nan)),
+        *(
+            (lambda base=base: RoPEFwdOp(base=base), "base")
+            for base in (0.0, -1.0, math.inf, math.nan)
+        ),
         (lambda: RoPELlama31FwdOp(scaling_factor=0.0), "scaling_factor"),
         (lambda: RoPELlama31FwdOp(low_freq_factor=math.nan), "low_freq_factor"),
         (lambda: RoPELlama31FwdOp(high_freq_factor=0.0), "high_freq_factor"),
