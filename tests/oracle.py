@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tests import oracle_norm as norm
 from tileops.backend.tolerances import compare
 from tileops.engine.plan import in_tree_kernels
 from tileops.engine.select import claimants
@@ -24,72 +25,6 @@ __all__ = ["EXACT", "alibi_slope", "call", "check", "exact", "poisoned", "same_b
 
 Outputs = tuple[torch.Tensor | None, ...]
 Meaning = tuple[Outputs, dict[str, torch.Tensor]]
-
-
-# ---- norm -----------------------------------------------------------------------------------
-
-
-def _rms(values: torch.Tensor, dims: tuple[int, ...], eps: float) -> torch.Tensor:
-    return values / ((values * values).mean(dims, keepdim=True) + eps).sqrt()
-
-
-def rms_norm(op: Any, x: torch.Tensor, weight: torch.Tensor | None) -> Meaning:
-    # Without eps: the epsilon of the dtype in which sums are formed.
-    least = torch.finfo(torch.float64 if x.dtype is torch.float64 else torch.float32).eps
-    dims = tuple(range(x.ndim - len(op.normalized_shape), x.ndim))
-    result = _rms(x.double(), dims, least if op.eps is None else op.eps)
-    return (result if weight is None else result * weight.double(),), {}
-
-
-def layer_norm(
-    op: Any, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
-) -> Meaning:
-    dims = tuple(range(input.ndim - len(op.normalized_shape), input.ndim))
-    centred = input.double() - input.double().mean(dims, keepdim=True)
-    result = centred / ((centred * centred).mean(dims, keepdim=True) + op.eps).sqrt()
-    result = result if weight is None else result * weight.double()
-    return (result if bias is None else result + bias.double(),), {}
-
-
-def fused_add_rms_norm(
-    op: Any, input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
-) -> Meaning:
-    # The sum is rounded before it is normalised: that rounding is part of the meaning.
-    total = (input.double() + residual.double()).to(input.dtype).double()
-    return (_rms(total, (-1,), op.eps) * weight.double(), total), {}
-
-
-def batch_norm(
-    op: Any,
-    input: torch.Tensor,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> Meaning:
-    channels = input.shape[1]
-    rows = input.double().transpose(0, 1).flatten(1)
-    written: dict[str, torch.Tensor] = {}
-    if op.training:
-        mean = rows.mean(1)
-        squares = ((rows - mean[:, None]) ** 2).sum(1)
-        var = squares / rows.shape[1]
-        if running_mean is not None and running_var is not None:
-            unbiased, m = squares / (rows.shape[1] - 1), op.momentum
-            written["running_mean"] = (1 - m) * running_mean.double() + m * mean
-            written["running_var"] = (1 - m) * running_var.double() + m * unbiased
-        saved: Outputs = (mean, 1 / (var + op.eps).sqrt())
-    else:
-        assert running_mean is not None
-        assert running_var is not None
-        mean, var, saved = running_mean.double(), running_var.double(), (None, None)
-    scale = torch.ones(channels) if weight is None else weight
-    shift = torch.zeros(channels) if bias is None else bias
-    result = torch.empty(input.shape, dtype=torch.float64)
-    for c in range(channels):
-        normal = (input[:, c].double() - mean[c]) / (var[c] + op.eps).sqrt()
-        result[:, c] = normal * scale[c].double() + shift[c].double()
-    return (result, *saved), written
 
 
 # ---- elementwise ----------------------------------------------------------------------------
@@ -419,20 +354,17 @@ def post_permute(
 
 
 EXACT: dict[str, Callable[..., Meaning]] = {
+    **norm.EXACT,
     "AddFwdOp": add,
     "AlibiFwdOp": alibi,
-    "BatchNormFwdOp": batch_norm,
-    "FusedAddRMSNormFwdOp": fused_add_rms_norm,
     "GELUFwdOp": gelu,
     "GEMMFwdOp": gemm,
     "GQADenseFwdOp": gqa_dense,
-    "LayerNormFwdOp": layer_norm,
     "MoEExpertMLPFwdOp": expert_mlp,
     "MoEGroupedGEMMFwdOp": grouped_gemm,
     "MoEPostPermuteFwdOp": post_permute,
     "MulFwdOp": mul,
     "PagedKVCacheWriteFwdOp": paged_kv_cache_write,
-    "RMSNormFwdOp": rms_norm,
     "RoPENeoxPositionIdsFwdOp": rope_neox,
     "SiLUAndMulFwdOp": silu_and_mul,
     "SiLUFwdOp": silu,
