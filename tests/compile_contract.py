@@ -255,9 +255,29 @@ def rope(batch: int) -> Tensors:
     return {"x": torch.randn(batch, 2, 8), "positions": torch.arange(batch) * 3}
 
 
+@cold("rope.RoPENeoxPositionIdsBwdOp", "rope_neox_position_ids_bwd", max_position=256, rotary_dim=6)
+def rope_gradient(batch: int) -> Tensors:
+    return {"grad_output": torch.randn(batch, 2, 8), "positions": torch.arange(batch) * 3}
+
+
 @cold("gemm.GEMMFwdOp", "gemm_fwd", "inductor")
 def gemm(batch: int) -> Tensors:
     return {"a": torch.randn(batch, 8), "b": torch.randn(6, 8)}
+
+
+@cold("gemm.GEMMBwdOp", "gemm_bwd", "inductor", trans_a=True)
+def gemm_gradients(batch: int) -> Tensors:
+    return {"grad_d": torch.randn(batch, 6), "a": torch.randn(8, batch), "b": torch.randn(6, 8)}
+
+
+@cold("gemm.GEMMBwdOp", "gemm_bwd_without_grad_b", wants_b=False)
+def gemm_gradient_of_a(batch: int) -> Tensors:
+    return {"grad_d": torch.randn(batch, 6), "a": torch.randn(batch, 8), "b": torch.randn(6, 8)}
+
+
+@cold("gemm.GEMMBwdOp", "gemm_bwd_without_grad_a", wants_a=False)
+def gemm_gradient_of_b(batch: int) -> Tensors:
+    return {"grad_d": torch.randn(batch, 6), "a": torch.randn(batch, 8), "b": torch.randn(6, 8)}
 
 
 # ---- attention -----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tests import oracle_norm as norm
+from tests import oracle_gemm, oracle_norm, oracle_rope
 from tileops.backend.tolerances import compare
 from tileops.engine.plan import in_tree_kernels
 from tileops.engine.select import claimants
@@ -115,7 +115,7 @@ def sinusoidal(op: Any) -> Meaning:
     return (result,), {}
 
 
-# ---- reduction, rope, gemm --------------------------------------------------------------------
+# ---- reduction ------------------------------------------------------------------------------
 
 
 def softmax(op: Any, x: torch.Tensor) -> Meaning:
@@ -127,26 +127,6 @@ def softmax(op: Any, x: torch.Tensor) -> Meaning:
         return (values,), {}
     powers = torch.exp(values - values.amax(axis, keepdim=True))
     return (powers / powers.sum(axis, keepdim=True),), {}
-
-
-def rope_neox(op: Any, x: torch.Tensor, positions: torch.Tensor) -> Meaning:
-    size = x.shape[-1] if op.rotary_dim is None else op.rotary_dim
-    half = size // 2
-    result = x.double().clone()
-    for n, position in enumerate(positions.tolist()):
-        for i in range(half):
-            turn = position * op.base ** (-2 * i / size)
-            cosine, sine = math.cos(turn), math.sin(turn)
-            first, second = x[n, :, i].double(), x[n, :, i + half].double()
-            result[n, :, i] = first * cosine - second * sine
-            result[n, :, i + half] = second * cosine + first * sine
-    return (result,), {}
-
-
-def gemm(op: Any, a: torch.Tensor, b: torch.Tensor) -> Meaning:
-    rows = (a.t() if op.trans_a else a).double()
-    columns = (b if op.trans_b else b.t()).double()
-    return ((rows[:, None, :] * columns[None, :, :]).sum(-1),), {}
 
 
 # ---- attention ------------------------------------------------------------------------------
@@ -354,22 +334,22 @@ def post_permute(
 
 
 EXACT: dict[str, Callable[..., Meaning]] = {
-    **norm.EXACT,
+    **oracle_norm.EXACT,
     "AddFwdOp": add,
     "AlibiFwdOp": alibi,
     "GELUFwdOp": gelu,
-    "GEMMFwdOp": gemm,
     "GQADenseFwdOp": gqa_dense,
     "MoEExpertMLPFwdOp": expert_mlp,
     "MoEGroupedGEMMFwdOp": grouped_gemm,
     "MoEPostPermuteFwdOp": post_permute,
     "MulFwdOp": mul,
     "PagedKVCacheWriteFwdOp": paged_kv_cache_write,
-    "RoPENeoxPositionIdsFwdOp": rope_neox,
     "SiLUAndMulFwdOp": silu_and_mul,
     "SiLUFwdOp": silu,
     "SinusoidalFwdOp": sinusoidal,
     "SoftmaxFwdOp": softmax,
+    **oracle_gemm.EXACT,
+    **oracle_rope.EXACT,
 }
 
 

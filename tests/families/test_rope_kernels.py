@@ -20,7 +20,9 @@ TOLERANCE = {
 }
 
 
-def rope_call(x, positions, max_position=131072, base=10000.0, rotary_dim=None, **facts):
+def rope_call(
+    x, positions, max_position=131072, base=10000.0, rotary_dim=None, gradient=False, **facts
+):
     real = isinstance(x, torch.Tensor)
     shape, dtype = (tuple(x.shape), x.dtype) if real else x
     device = x.device if real else torch.device("cuda", 0)
@@ -28,18 +30,21 @@ def rope_call(x, positions, max_position=131072, base=10000.0, rotary_dim=None, 
     if not real:
         x, positions = specs["x"], shapes(p=((shape[0],), positions))["p"]
     params = {"max_position": max_position, "base": base, "rotary_dim": rotary_dim}
-    inputs = {"x": x, "positions": positions}
-    outputs = {"output": specs["output"]}
+    if gradient:
+        inputs, outputs = {"grad_output": x, "positions": positions}, {"grad_x": specs["output"]}
+        params["wants_x"] = True
+        return call_of("RoPENeoxPositionIdsBwdOp", inputs, outputs, params=params, **facts)
+    inputs, outputs = {"x": x, "positions": positions}, {"output": specs["output"]}
     return call_of("RoPENeoxPositionIdsFwdOp", inputs, outputs, params=params, **facts)
 
 
 @interpreted
 def run_rope(x, positions, candidate=0, multiprocessors=132, **params):
-    from tileops.rope.kernels.rope_neox_position_ids import RopeNeoxPositionIds
+    from tileops.rope.kernels.rotate import Plain
 
     call = rope_call(x, positions, multiprocessors=multiprocessors, **params)
     with poison():
-        return run_entry(RopeNeoxPositionIds.candidates(call)[candidate], call, x, positions)
+        return run_entry(Plain.candidates(call)[candidate], call, x, positions)
 
 
 def rope64(x, positions, base=10000.0, rotary_dim=None):
@@ -68,6 +73,7 @@ def check(actual, expected):
         ((2, 3, 96), 40),  # neither half nor tail is a power of two
         ((2, 3, 7), 6),
         ((2, 3, 576), 512),
+        ((19, 1, 64), 40),  # one head: several tokens in a tile
     ],
 )
 def test_rope(shape, rotary, index, dtype):
@@ -76,6 +82,18 @@ def test_rope(shape, rotary, index, dtype):
     before = x.clone()
     check(run_rope(x, positions, rotary_dim=rotary), rope64(x, positions, rotary_dim=rotary))
     assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize(
+    ("shape", "rotary"), [((3, 5, 96), 40), ((5, 1, 64), None), ((0, 2, 8), None)]
+)
+def test_the_gradient_turns_back(shape, rotary):
+    x = torch.randn(shape, dtype=torch.float64).requires_grad_()
+    positions, grad = torch.randint(0, 131072, shape[:1]), torch.randn(shape)
+    (expected,) = torch.autograd.grad(
+        rope64(x, positions, rotary_dim=rotary), x, grad.double(), allow_unused=True
+    )
+    check(run_rope(grad, positions, rotary_dim=rotary, gradient=True), expected)
 
 
 @pytest.mark.parametrize("base", [10000.0, 500000.0, 1.0, 0.5, 1e-3])
@@ -109,24 +127,24 @@ def test_candidates(candidate):
 
 
 def test_batch_size_is_not_in_the_identity():
-    from tileops.rope.kernels.rope_neox_position_ids import RopeNeoxPositionIds
+    from tileops.rope.kernels.rotate import Plain
 
     def identity(tokens, base=1e4):
         call = rope_call(((tokens, 32, 128), torch.bfloat16), torch.int32, base=base)
-        return RopeNeoxPositionIds.entry_for(call).identity
+        return Plain.entry_for(call).identity
 
     assert identity(1) == identity(8192)
     assert identity(1) != identity(1, 5e5)
 
 
 def compiles(shape, dtype, index, rotary, arch):
-    from tileops.rope.kernels.rope_neox_position_ids import RopeNeoxPositionIds
+    from tileops.rope.kernels.rotate import Plain
 
     call = rope_call((shape, dtype), index, rotary_dim=rotary, arch=arch)
-    for entry in RopeNeoxPositionIds.candidates(call):
+    for entry in Plain.candidates(call):
         (build,) = builds_of(entry)
         assert_fits(build, arch)
-    return builds_of(RopeNeoxPositionIds.entry_for(call))[0]
+    return builds_of(Plain.entry_for(call))[0]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
