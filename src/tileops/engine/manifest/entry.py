@@ -409,6 +409,8 @@ def _branches(entry: Entry) -> tuple[Branch, ...]:
 
         writes = tuple(i.name for i in entry.inputs if holds(i.mutated))
         absent = tuple(o.name for o in entry.outputs if holds(o.nullable))
+        if not writes and absent and len(absent) == len(entry.outputs):
+            continue  # no effect at all: no operator, and the entry's rules must refuse the call
         for out in (False, True) if entry.has_out else (False,):
             found[Branch(writes, out, absent)] = None
     return tuple(sorted(found, key=lambda b: (len(b.suffix), b.suffix)))
