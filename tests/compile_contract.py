@@ -245,9 +245,24 @@ def batch_norm_evaluation(batch: int) -> Tensors:
 # ---- reduction, rope, gemm -----------------------------------------------------------------------
 
 
-@cold("reduction.SoftmaxFwdOp", "reduction_softmax_fwd", dim=-1)
-def softmax(batch: int) -> Tensors:
-    return {"x": torch.randn(batch, 4, 8)}
+def _reduction(
+    cls: str, operator: str, params: Mapping[str, Any], inputs: tuple[str, ...] = ("input",)
+) -> None:
+    def sample(batch: int) -> Tensors:
+        return {name: torch.randn(batch, 4, 8) for name in inputs}
+
+    sample.__name__ = operator
+    cold(f"reduction.{cls}", f"reduction_{operator}", **params)(sample)
+
+
+_SAVED = ("grad_output", "output")
+for _sample in (
+    ("SoftmaxFwdOp", "softmax_fwd", {"dim": -1}, ("x",)),
+    ("SoftmaxBwdOp", "softmax_bwd", {"dim": -1}, _SAVED),
+    ("LogSoftmaxFwdOp", "log_softmax_fwd", {"dim": -1}),
+    ("LogSoftmaxBwdOp", "log_softmax_bwd", {"dim": -1}, _SAVED),
+):
+    _reduction(*_sample)
 
 
 @cold("rope.RoPENeoxPositionIdsFwdOp", "rope_neox_position_ids_fwd", max_position=256, rotary_dim=6)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tests import oracle_gemm, oracle_norm, oracle_rope
+from tests import oracle_gemm, oracle_norm, oracle_reduction, oracle_rope
 from tileops.backend.tolerances import compare
 from tileops.engine.plan import in_tree_kernels
 from tileops.engine.select import claimants
@@ -115,18 +115,6 @@ def sinusoidal(op: Any) -> Meaning:
     return (result,), {}
 
 
-# ---- reduction ------------------------------------------------------------------------------
-
-
-def softmax(op: Any, x: torch.Tensor) -> Meaning:
-    axis = op.dim
-    if axis is None:  # torch.nn.functional.softmax's rule
-        axis = 0 if x.ndim in (0, 1, 3) else 1
-    values = (x if op.dtype is None else x.to(op.dtype)).double()
-    if not values.numel():
-        return (values,), {}
-    powers = torch.exp(values - values.amax(axis, keepdim=True))
-    return (powers / powers.sum(axis, keepdim=True),), {}
 
 
 # ---- attention ------------------------------------------------------------------------------
@@ -347,8 +335,8 @@ EXACT: dict[str, Callable[..., Meaning]] = {
     "SiLUAndMulFwdOp": silu_and_mul,
     "SiLUFwdOp": silu,
     "SinusoidalFwdOp": sinusoidal,
-    "SoftmaxFwdOp": softmax,
     **oracle_gemm.EXACT,
+    **oracle_reduction.EXACT,
     **oracle_rope.EXACT,
 }
 

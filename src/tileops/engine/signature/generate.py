@@ -299,6 +299,9 @@ class _Emitter:
                       f"[{variable}], ', as {variable} of the earlier inputs')")  # fmt: skip
             self.settled_dtypes.add(variable)
         else:
+            for unknown in sorted(item.dtype.names & set(self.entry.dtypes) - self.settled_dtypes):
+                # No earlier input is of it: what only an expression names follows from that.
+                self.emit(f"if {unknown} is None: {unknown} = {name}.dtype")
             wanted = self.operand(item.dtype)
             self.emit(f"if {name}.dtype != {wanted}: _fail_dtype({args}, {name}, [{wanted}], "
                       f"' (dtype {variable})')")  # fmt: skip
