@@ -4,7 +4,8 @@
 inputs. ``tests/contract/test_compile_contract.py`` compiles each in a process that has never called an
 op; other modules of ``tests/contract`` use the same calls. What a call means says ``tests/oracle.py``.
 
-A class, an operator of it, or a kind of signature that has no sample here fails a test there.
+A signature, an operator of a class with a sample, or a kind of signature that has no sample here fails
+a test there. Classes with the signature of another are compiled there one after the other.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["CASES", "Call", "Case", "classes_with_a_boundary", "cold", "exact_call", "op_class"]
+__all__ = [
+    "CASES", "Call", "Case", "classes_with_a_boundary", "cold", "exact_call", "op_class", "signature",
+]  # fmt: skip
 
 Tensors = dict[str, "torch.Tensor | None"]
 
@@ -153,6 +156,15 @@ def classes_with_a_boundary() -> set[str]:
     }
 
 
+def signature(path: str) -> str:
+    """What the generated code of ``family.Class`` follows from: see ``tests.cases.signature_text``."""
+    from tests.cases import signature_text
+    from tileops.engine.manifest.catalog import families, load_family
+
+    family, name = path.split(".")
+    return signature_text(load_family(families()[family])[name])
+
+
 # ---- elementwise ---------------------------------------------------------------------------------
 
 
@@ -179,6 +191,11 @@ def silu_inplace(batch: int) -> Tensors:
 @cold("elementwise.SiLUAndMulFwdOp", "elementwise_silu_and_mul_fwd")
 def silu_and_mul(batch: int) -> Tensors:
     return {"input": torch.randn(batch, 16)}
+
+
+@cold("elementwise.SiLUAndMulBwdOp", "elementwise_silu_and_mul_bwd", "inductor")
+def silu_and_mul_backward(batch: int) -> Tensors:
+    return {"grad_output": torch.randn(batch, 8), "input": torch.randn(batch, 16)}
 
 
 @cold("elementwise.GELUFwdOp", "elementwise_gelu_fwd")

@@ -16,105 +16,15 @@ from typing import Any
 
 import torch
 
-from tests import oracle_gemm, oracle_norm, oracle_reduction, oracle_rope
+from tests import oracle_elementwise, oracle_gemm, oracle_norm, oracle_reduction, oracle_rope
 from tileops.backend.tolerances import compare
 from tileops.engine.plan import in_tree_kernels
 from tileops.engine.select import claimants
 
-__all__ = ["EXACT", "alibi_slope", "call", "check", "exact", "poisoned", "same_bits", "strided"]
+__all__ = ["EXACT", "call", "check", "exact", "poisoned", "same_bits", "strided"]
 
 Outputs = tuple[torch.Tensor | None, ...]
 Meaning = tuple[Outputs, dict[str, torch.Tensor]]
-
-
-# ---- elementwise ----------------------------------------------------------------------------
-
-
-def _wrapped(value: int, dtype: torch.dtype) -> int:
-    """Two's complement, as hardware adds."""
-    info = torch.iinfo(dtype)
-    return (value - info.min) % (info.max - info.min + 1) + info.min
-
-
-def _integers(
-    function: Callable[[int, int], int], input: torch.Tensor, other: torch.Tensor
-) -> torch.Tensor:
-    first, second = torch.broadcast_tensors(input, other)
-    values = [
-        function(int(a), int(b))
-        for a, b in zip(first.flatten().tolist(), second.flatten().tolist(), strict=True)
-    ]
-    if input.dtype is torch.bool:
-        return torch.tensor([bool(v) for v in values], dtype=torch.bool).view(first.shape)
-    wrapped = [_wrapped(v, input.dtype) for v in values]
-    return torch.tensor(wrapped, dtype=input.dtype).view(first.shape)
-
-
-def add(op: Any, input: torch.Tensor, other: torch.Tensor) -> Meaning:
-    if input.is_floating_point():
-        return (input.double() + op.alpha * other.double(),), {}
-    return (_integers(lambda a, b: a + int(op.alpha) * b, input, other),), {}
-
-
-def mul(op: Any, input: torch.Tensor, other: torch.Tensor) -> Meaning:
-    if input.is_floating_point():
-        return (input.double() * other.double(),), {}
-    return (_integers(lambda a, b: a * b, input, other),), {}
-
-
-def _silu(x: torch.Tensor) -> torch.Tensor:
-    return x / (1 + torch.exp(-x))
-
-
-def _gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
-    if approximate == "tanh":
-        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
-        return 0.5 * x * (1 + torch.tanh(inner))
-    # erfc: for negative x, 1 + erf(x) would be a difference of nearly equal numbers.
-    return 0.5 * x * torch.erfc(-x / math.sqrt(2))
-
-
-def silu(op: Any, input: torch.Tensor) -> Meaning:
-    result = _silu(input.double())
-    return (result,), ({"input": result} if op.inplace else {})
-
-
-def silu_and_mul(op: Any, input: torch.Tensor) -> Meaning:
-    gate, up = input.double().chunk(2, -1)
-    return (_silu(gate) * up,), {}
-
-
-def gelu(op: Any, input: torch.Tensor) -> Meaning:
-    return (_gelu(input.double(), op.approximate),), {}
-
-
-def alibi_slope(head: int, heads: int) -> float:
-    """By the recursion of the paper's published code."""
-    if math.log2(heads).is_integer():
-        ratio = 2 ** (-(2 ** -(math.log2(heads) - 3)))
-        return ratio ** (head + 1)
-    below = 2 ** math.floor(math.log2(heads))
-    return alibi_slope(head, below) if head < below else alibi_slope(2 * (head - below), 2 * below)
-
-
-def alibi(op: Any) -> Meaning:
-    result = torch.empty(op.num_heads, op.seq_len, op.seq_len, dtype=torch.float64)
-    for h in range(op.num_heads):
-        for i in range(op.seq_len):
-            for j in range(op.seq_len):
-                result[h, i, j] = -alibi_slope(h, op.num_heads) * abs(i - j)
-    return (result,), {}
-
-
-def sinusoidal(op: Any) -> Meaning:
-    result = torch.empty(op.seq_len, op.d_model, dtype=torch.float64)
-    for place in range(op.seq_len):
-        for i in range(op.d_model // 2):
-            angle = place / 10000.0 ** (2 * i / op.d_model)
-            result[place, 2 * i], result[place, 2 * i + 1] = math.sin(angle), math.cos(angle)
-    return (result,), {}
-
-
 
 
 # ---- attention ------------------------------------------------------------------------------
@@ -254,7 +164,11 @@ def _activated(values: torch.Tensor, activation: str | None) -> torch.Tensor:
         gate, up = torch.minimum(gate, gate.new_tensor(7.0)), torch.clamp(up, -7.0, 7.0)
         return (up + 1) * gate / (1 + torch.exp(-1.702 * gate))
     gate, up = values.chunk(2)
-    return (_silu(gate) if activation == "silu_and_mul" else _gelu(gate)) * up
+    return (
+        oracle_elementwise.silu64(gate)
+        if activation == "silu_and_mul"
+        else oracle_elementwise.gelu64(gate)
+    ) * up
 
 
 def _grouped(
@@ -322,22 +236,16 @@ def post_permute(
 
 
 EXACT: dict[str, Callable[..., Meaning]] = {
+    **oracle_elementwise.EXACT,
+    **oracle_gemm.EXACT,
     **oracle_norm.EXACT,
-    "AddFwdOp": add,
-    "AlibiFwdOp": alibi,
-    "GELUFwdOp": gelu,
+    **oracle_reduction.EXACT,
+    **oracle_rope.EXACT,
     "GQADenseFwdOp": gqa_dense,
     "MoEExpertMLPFwdOp": expert_mlp,
     "MoEGroupedGEMMFwdOp": grouped_gemm,
     "MoEPostPermuteFwdOp": post_permute,
-    "MulFwdOp": mul,
     "PagedKVCacheWriteFwdOp": paged_kv_cache_write,
-    "SiLUAndMulFwdOp": silu_and_mul,
-    "SiLUFwdOp": silu,
-    "SinusoidalFwdOp": sinusoidal,
-    **oracle_gemm.EXACT,
-    **oracle_reduction.EXACT,
-    **oracle_rope.EXACT,
 }
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.cases import op_classes, workload_call
+from tests.cases import distinct_classes, op_classes, workload_call
 from tests.oracle import EXACT, call, check, same_bits, strided
 from tileops import CheckError, Op, UnknownTargetError
 from tileops.engine.boundary import instances
@@ -24,7 +24,7 @@ from tileops.engine.manifest.entry import MISSING
 from tileops.engine.settings import settings
 
 NAMES = sorted(op_classes())
-CALLED = [name for name in NAMES if op_classes()[name].entry.inputs]
+CALLED = [name for name in sorted(distinct_classes()) if op_classes()[name].entry.inputs]
 INPUTS = [
     pytest.param(name, item.name, id=f"{name}-{item.name}")
     for name in CALLED

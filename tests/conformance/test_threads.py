@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.cases import float32_calls, op_classes
+from tests.cases import distinct_classes, float32_calls, op_classes
 from tests.oracle import call, check, exact, poisoned, same_bits
 from tileops import BackendError, CheckError, recording, use_target
 from tileops.attention import PagedKVCacheWriteFwdOp
@@ -36,7 +36,7 @@ from tileops.moe import ContiguousLayoutSpec, MaskedLayoutSpec, MoEGroupedGEMMFw
 from tileops.norm import BatchNormFwdOp, LayerNormFwdOp, RMSNormFwdOp
 from tileops.reduction import SoftmaxFwdOp
 
-NAMES = sorted(op_classes())
+NAMES = sorted(distinct_classes())
 CALLED = [name for name in NAMES if op_classes()[name].entry.inputs]
 ROOT = Path(__file__).parents[2]
 

@@ -1,4 +1,4 @@
-"""Activations, alone and gated."""
+"""Activations."""
 
 from __future__ import annotations
 
@@ -20,23 +20,6 @@ class SiLUFwdOp(Op):
     @staticmethod
     def decomposition(input: torch.Tensor, *, inplace: bool) -> torch.Tensor:
         return F.silu(input)
-
-
-class SiLUAndMulFwdOp(Op):
-    """``silu(input[..., :N]) * input[..., N:]`` for ``input`` ``[*M, 2*N]``; the output is ``[*M, N]``.
-
-    Computed in float32 (float64 for float64), rounded once. API:
-    ``flashinfer.activation.silu_and_mul``; formula: Shazeer, GLU Variants Improve Transformer, 2020.
-    """
-
-    kernel = KernelInterface(cuda=("silu_and_mul:SiluAndMul",), compiled_from=1 << 23)
-
-    @staticmethod
-    def decomposition(input: torch.Tensor) -> torch.Tensor:
-        wide = torch.promote_types(input.dtype, torch.float32)
-        half = input.shape[-1] // 2
-        gate, up = input[..., :half].to(wide), input[..., half:].to(wide)
-        return (F.silu(gate) * up).to(input.dtype)
 
 
 class GELUFwdOp(Op):
