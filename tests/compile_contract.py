@@ -210,6 +210,61 @@ def fused_add_rms_norm(batch: int) -> Tensors:
     return {"input": x, "residual": residual, "weight": torch.randn(8)}
 
 
+def _norm_backward(op: str, names: tuple[str, ...], several: dict[str, tuple[str, ...]]) -> None:
+    """A sample for each choice of gradients of ``op``; ``several``: the choices' ``wants_`` that are
+    false, by the sample's name."""
+    base = "norm_" + {"RMSNormBwdOp": "rms_norm", "LayerNormBwdOp": "layer_norm"}.get(
+        op, "fused_add_rms_norm"
+    )
+
+    def tensors(batch: int) -> Tensors:
+        return {**{name: torch.randn(batch, 8) for name in names}, "weight": torch.randn(8)}
+
+    for name, absent in several.items():
+
+        def sample(batch: int) -> Tensors:
+            return tensors(batch)
+
+        sample.__name__ = f"{base}_backward_{name}"
+        shape = {} if op.startswith("Fused") else {"normalized_shape": (8,)}
+        params = {**shape, "eps": 1e-3, **{f"wants_{gradient}": False for gradient in absent}}
+        suffix = "".join(f"_without_grad_{gradient}" for gradient in absent)
+        cold(f"norm.{op}", f"{base}_bwd{suffix}", **params)(sample)
+
+
+_norm_backward(
+    "RMSNormBwdOp",
+    ("grad_output", "x"),
+    {"whole": (), "of_the_weight": ("x",), "of_x": ("weight",)},
+)
+_norm_backward(
+    "LayerNormBwdOp",
+    ("grad_output", "input"),
+    {
+        "whole": (),
+        "of_weight_and_bias": ("input",),
+        "of_input_and_bias": ("weight",),
+        "of_input_and_weight": ("bias",),
+        "of_the_bias": ("input", "weight"),
+        "of_the_weight": ("input", "bias"),
+        "of_the_input": ("weight", "bias"),
+    },
+)
+_norm_backward(
+    "FusedAddRMSNormBwdOp",
+    ("grad_output", "grad_residual_out", "residual_out"),
+    {
+        "whole": (),
+        "of_residual_and_weight": ("input",),
+        "of_input_and_weight": ("residual",),
+        "of_input_and_residual": ("weight",),
+        "of_the_weight": ("input", "residual"),
+        "of_the_residual": ("input", "weight"),
+        "of_the_input": ("residual", "weight"),
+    },
+)
+
+
 def _batch_norm(batch: int, running: bool) -> Tensors:
     weight, bias, mean = torch.randn(3, 3)
     inputs: Tensors = {"input": torch.randn(batch, 3, 5), "running_mean": None, "running_var": None}

@@ -16,7 +16,6 @@ Outputs = tuple[torch.Tensor | None, ...]
 Meaning = tuple[Outputs, dict[str, torch.Tensor]]
 
 
-
 def _rms(values: torch.Tensor, dims: tuple[int, ...], eps: float) -> torch.Tensor:
     return values / ((values * values).mean(dims, keepdim=True) + eps).sqrt()
 
