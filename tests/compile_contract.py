@@ -297,6 +297,65 @@ def batch_norm_evaluation(batch: int) -> Tensors:
     return _batch_norm(batch, running=True)
 
 
+@cold("norm.BatchNormBwdOp", "norm_batch_norm_bwd")
+def batch_norm_backward(batch: int) -> Tensors:
+    doutput, input = torch.randn(2, batch, 3, 5)
+    inputs: Tensors = {"doutput": doutput, "input": input, "save_mean": torch.randn(3)}
+    return {**inputs, "save_invstd": torch.rand(3) + 0.5, "weight": torch.randn(3)}
+
+
+@cold("norm.AdaLayerNormFwdOp", "norm_ada_layer_norm_fwd")
+def ada_layer_norm(batch: int) -> Tensors:
+    return {name: torch.randn(batch, 8) for name in ("x", "scale", "shift")}
+
+
+@cold("norm.AdaLayerNormZeroFwdOp", "norm_ada_layer_norm_zero_fwd")
+def ada_layer_norm_zero(batch: int) -> Tensors:
+    return {name: torch.randn(batch, 8) for name in ("x", "scale", "shift", "gate")}
+
+
+@cold("norm.FusedAddLayerNormFwdOp", "norm_fused_add_layer_norm_fwd")
+def fused_add_layer_norm(batch: int) -> Tensors:
+    x, residual = torch.randn(2, batch, 8)
+    return {"x": x, "residual": residual, "weight": torch.randn(8), "bias": torch.randn(8)}
+
+
+@cold("norm.FusedAddRMSNormPerTokenQuantFwdOp", "norm_fused_add_rms_norm_per_token_quant_fwd")
+def fused_add_rms_norm_quant(batch: int) -> Tensors:
+    return fused_add_rms_norm(batch)
+
+
+@cold("norm.GroupNormFwdOp", "norm_group_norm_fwd", num_groups=2)
+def group_norm(batch: int) -> Tensors:
+    return {"input": torch.randn(batch, 4, 5), "weight": torch.randn(4), "bias": None}
+
+
+@cold("norm.InstanceNormFwdOp", "norm_instance_norm_fwd")
+def instance_norm(batch: int) -> Tensors:
+    return _batch_norm(batch, running=False)
+
+
+@cold(
+    "norm.InstanceNormFwdOp",
+    "norm_instance_norm_fwd_writes_running_mean_writes_running_var",
+    "inductor",
+)
+def instance_norm_training(batch: int) -> Tensors:
+    return _batch_norm(batch, running=True)
+
+
+@cold(
+    "norm.FusedQKNormRoPEFwdOp",
+    "norm_fused_qk_norm_rope_fwd_writes_qkv",
+    num_heads=2,
+    num_kv_heads=1,
+)
+def fused_qk_norm_rope(batch: int) -> Tensors:
+    inputs: Tensors = {"qkv": torch.randn(batch, 32), "q_weight": torch.randn(8)}
+    inputs |= {"k_weight": torch.randn(8), "cos_sin_cache": torch.randn(64, 6)}
+    return {**inputs, "positions": torch.arange(batch) * 3}
+
+
 # ---- reduction, rope, gemm -----------------------------------------------------------------------
 
 

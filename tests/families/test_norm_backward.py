@@ -90,10 +90,8 @@ def test_strides(cls):
 
 @pytest.mark.parametrize("cls", OPS)
 def test_nothing_wanted_is_refused(cls):
-    op = None
     with pytest.raises(CheckError, match="at least one gradient"):
-        op, inputs = made(cls, (3, 4), torch.float32, **dict.fromkeys(wants_of(cls), False))
-        op(*inputs.values())
+        made(cls, (3, 4), torch.float32, **dict.fromkeys(wants_of(cls), False))
     if cls is RMSNormBwdOp:
         op, inputs = made(cls, (3, 4), torch.float32, weight=False, wants_x=False)
         with pytest.raises(CheckError, match="at least one gradient"):
