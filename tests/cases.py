@@ -125,6 +125,7 @@ def _positive(*names: str) -> Any:
 
 _FILL: dict[str, Any] = {
     "BatchNormFwdOp": _positive("running_var"),
+    "InstanceNormFwdOp": _positive("running_var"),
     "GQADenseFwdOp": _positive("q_scale", "k_scale", "v_scale"),
     "PagedKVCacheWriteFwdOp": _positive("k_scale", "v_scale"),
 }

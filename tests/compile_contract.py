@@ -227,6 +227,61 @@ def fused_add_rms_norm(batch: int) -> Tensors:
     return {"input": x, "residual": residual, "weight": torch.randn(8)}
 
 
+def _norm_backward(op: str, names: tuple[str, ...], several: dict[str, tuple[str, ...]]) -> None:
+    """A sample for each choice of gradients of ``op``; ``several``: the choices' ``wants_`` that are
+    false, by the sample's name."""
+    base = "norm_" + {"RMSNormBwdOp": "rms_norm", "LayerNormBwdOp": "layer_norm"}.get(
+        op, "fused_add_rms_norm"
+    )
+
+    def tensors(batch: int) -> Tensors:
+        return {**{name: torch.randn(batch, 8) for name in names}, "weight": torch.randn(8)}
+
+    for name, absent in several.items():
+
+        def sample(batch: int) -> Tensors:
+            return tensors(batch)
+
+        sample.__name__ = f"{base}_backward_{name}"
+        shape = {} if op.startswith("Fused") else {"normalized_shape": (8,)}
+        params = {**shape, "eps": 1e-3, **{f"wants_{gradient}": False for gradient in absent}}
+        suffix = "".join(f"_without_grad_{gradient}" for gradient in absent)
+        cold(f"norm.{op}", f"{base}_bwd{suffix}", **params)(sample)
+
+
+_norm_backward(
+    "RMSNormBwdOp",
+    ("grad_output", "x"),
+    {"whole": (), "of_the_weight": ("x",), "of_x": ("weight",)},
+)
+_norm_backward(
+    "LayerNormBwdOp",
+    ("grad_output", "input"),
+    {
+        "whole": (),
+        "of_weight_and_bias": ("input",),
+        "of_input_and_bias": ("weight",),
+        "of_input_and_weight": ("bias",),
+        "of_the_bias": ("input", "weight"),
+        "of_the_weight": ("input", "bias"),
+        "of_the_input": ("weight", "bias"),
+    },
+)
+_norm_backward(
+    "FusedAddRMSNormBwdOp",
+    ("grad_output", "grad_residual_out", "residual_out"),
+    {
+        "whole": (),
+        "of_residual_and_weight": ("input",),
+        "of_input_and_weight": ("residual",),
+        "of_input_and_residual": ("weight",),
+        "of_the_weight": ("input", "residual"),
+        "of_the_residual": ("input", "weight"),
+        "of_the_input": ("residual", "weight"),
+    },
+)
+
+
 def _batch_norm(batch: int, running: bool) -> Tensors:
     weight, bias, mean = torch.randn(3, 3)
     inputs: Tensors = {"input": torch.randn(batch, 3, 5), "running_mean": None, "running_var": None}
@@ -257,6 +312,65 @@ def batch_norm_training(batch: int) -> Tensors:
 )
 def batch_norm_evaluation(batch: int) -> Tensors:
     return _batch_norm(batch, running=True)
+
+
+@cold("norm.BatchNormBwdOp", "norm_batch_norm_bwd")
+def batch_norm_backward(batch: int) -> Tensors:
+    doutput, input = torch.randn(2, batch, 3, 5)
+    inputs: Tensors = {"doutput": doutput, "input": input, "save_mean": torch.randn(3)}
+    return {**inputs, "save_invstd": torch.rand(3) + 0.5, "weight": torch.randn(3)}
+
+
+@cold("norm.AdaLayerNormFwdOp", "norm_ada_layer_norm_fwd")
+def ada_layer_norm(batch: int) -> Tensors:
+    return {name: torch.randn(batch, 8) for name in ("x", "scale", "shift")}
+
+
+@cold("norm.AdaLayerNormZeroFwdOp", "norm_ada_layer_norm_zero_fwd")
+def ada_layer_norm_zero(batch: int) -> Tensors:
+    return {name: torch.randn(batch, 8) for name in ("x", "scale", "shift", "gate")}
+
+
+@cold("norm.FusedAddLayerNormFwdOp", "norm_fused_add_layer_norm_fwd")
+def fused_add_layer_norm(batch: int) -> Tensors:
+    x, residual = torch.randn(2, batch, 8)
+    return {"x": x, "residual": residual, "weight": torch.randn(8), "bias": torch.randn(8)}
+
+
+@cold("norm.FusedAddRMSNormPerTokenQuantFwdOp", "norm_fused_add_rms_norm_per_token_quant_fwd")
+def fused_add_rms_norm_quant(batch: int) -> Tensors:
+    return fused_add_rms_norm(batch)
+
+
+@cold("norm.GroupNormFwdOp", "norm_group_norm_fwd", num_groups=2)
+def group_norm(batch: int) -> Tensors:
+    return {"input": torch.randn(batch, 4, 5), "weight": torch.randn(4), "bias": None}
+
+
+@cold("norm.InstanceNormFwdOp", "norm_instance_norm_fwd")
+def instance_norm(batch: int) -> Tensors:
+    return _batch_norm(batch, running=False)
+
+
+@cold(
+    "norm.InstanceNormFwdOp",
+    "norm_instance_norm_fwd_writes_running_mean_writes_running_var",
+    "inductor",
+)
+def instance_norm_training(batch: int) -> Tensors:
+    return _batch_norm(batch, running=True)
+
+
+@cold(
+    "norm.FusedQKNormRoPEFwdOp",
+    "norm_fused_qk_norm_rope_fwd_writes_qkv",
+    num_heads=2,
+    num_kv_heads=1,
+)
+def fused_qk_norm_rope(batch: int) -> Tensors:
+    inputs: Tensors = {"qkv": torch.randn(batch, 32), "q_weight": torch.randn(8)}
+    inputs |= {"k_weight": torch.randn(8), "cos_sin_cache": torch.randn(64, 6)}
+    return {**inputs, "positions": torch.arange(batch) * 3}
 
 
 # ---- reduction, rope, gemm -----------------------------------------------------------------------

@@ -20,9 +20,9 @@ class FusedAddRMSNormFwdOp(Op):
     kernel = KernelInterface(
         compiled_from=1 << 22,
         cuda=(
-            "fused_add_rms_norm:RegisterRow",
-            "fused_add_rms_norm:StreamedRow",
-            "fused_add_rms_norm:ManyShortRows",
+            "rows:RegisterRow",
+            "rows:StreamedRow",
+            "rows:ManyShortRows",
         ),
     )
 

@@ -16,6 +16,8 @@ class LayerNormFwdOp(Op):
     output has the shape and dtype of ``input``. API: ``torch.nn.functional.layer_norm``.
     """
 
+    kernel = KernelInterface(cuda=("rows:RegisterRow", "rows:StreamedRow", "rows:ManyShortRows"))
+
     @staticmethod
     def decomposition(
         input: torch.Tensor,

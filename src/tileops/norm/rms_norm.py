@@ -20,7 +20,7 @@ class RMSNormFwdOp(Op):
 
     kernel = KernelInterface(
         compiled_from=1 << 20,
-        cuda=("rms_norm:RegisterRow", "rms_norm:StreamedRow", "rms_norm:ManyShortRows"),
+        cuda=("rows:RegisterRow", "rows:StreamedRow", "rows:ManyShortRows"),
     )
 
     @staticmethod

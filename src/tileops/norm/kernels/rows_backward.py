@@ -61,10 +61,15 @@ class BackwardRows:
         if call.op == "LayerNormBwdOp":
             outputs = ("grad_x", "grad_weight", "grad_bias")
         elif call.op == "FusedAddRMSNormBwdOp":
-            inputs, outputs = ("grad", "added", "x", "weight"), ("grad_x", "grad_again", "grad_weight")
+            inputs, outputs = (
+                ("grad", "added", "x", "weight"),
+                ("grad_x", "grad_again", "grad_weight"),
+            )
             if call.outputs["grad_input"] is None:  # of the two that are equal the first is grad_x
                 outputs = ("grad_again", "grad_x", "grad_weight")
-        given = zip((*inputs, *outputs), (*call.inputs.values(), *call.outputs.values()), strict=True)
+        given = zip(
+            (*inputs, *outputs), (*call.inputs.values(), *call.outputs.values()), strict=True
+        )
         tensors = {name: spec for name, spec in given if spec is not None}
         if "grad_x" not in tensors:
             tensors.pop("added", None)
@@ -108,7 +113,13 @@ class BackwardRows:
         return self.call.device.arch >= (9, 0)
 
     def build(
-        self, fn: str, arguments: tuple[str, ...], *, warps: int, pdl: bool = False, **constants: Any
+        self,
+        fn: str,
+        arguments: tuple[str, ...],
+        *,
+        warps: int,
+        options: tuple[tuple[str, Any], ...] = (),
+        **constants: Any,
     ) -> TritonBuild:
         """Compile ``fn``, whose run-time arguments are ``arguments``; absent tensors are None."""
         kinds = {name: pointer_to(spec.dtype) for name, spec in self.tensors.items()}
@@ -127,7 +138,7 @@ class BackwardRows:
             num_warps=warps,
             num_stages=1,
             aligned=tuple(name for name, kind in signature if wide and kind[0] == "*"),
-            options=(("launch_pdl", True),) if pdl else (),
+            options=options,
         )
 
     def add_up(self) -> TritonBuild:
@@ -138,7 +149,7 @@ class BackwardRows:
             "add_up",
             arguments,
             warps=4,
-            pdl=self.dependent,
+            options=(("launch_pdl", True),) if self.dependent else (),
             COLS=cols,
             DEPTH=2048 // cols,
             DEPENDENT=self.dependent,
@@ -221,12 +232,17 @@ class HeldTile:
         rows = BackwardRows.of(call)
         if rows.tensors["x"].numel == 0:
             return EMPTY
+        # Beyond 128 registers a thread, fewer programs are resident than are launched. (Several rows
+        # to a program come to 136 at most, and would spill.)
+        options: tuple[tuple[str, Any], ...] = (("maxnreg", 128),) if self.rows == 1 else ()
+        if rows.dependent:
+            options = (*options, ("launch_pdl", True))
         builds = [
             rows.build(
                 "rows_backward",
                 HELD_ARGUMENTS,
                 warps=self.warps,
-                pdl=rows.dependent,
+                options=options,
                 BLOCK=next_power_of_2(rows.length),
                 TILE=self.rows,
                 VECTOR=rows.vector,
