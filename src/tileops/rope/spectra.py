@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Spectrum", "llama31", "long_rope", "on_host", "plain", "yarn"]
+__all__ = ["Spectrum", "keywords", "llama31", "long_rope", "on_host", "plain", "yarn"]
 
 Spectrum = tuple[torch.Tensor, float]
 Make = Callable[..., Spectrum]
@@ -74,7 +74,8 @@ def yarn(
     rates, _ = plain(size, device, base=base)
 
     def pair_that_turns(times: float) -> float:
-        return size * math.log(original_max_position / (times * 2 * math.pi)) / (2 * math.log(base))
+        turns = math.log(original_max_position) - math.log(2 * math.pi) - math.log(times)
+        return size * turns / (2 * math.log(base))
 
     first = max(math.floor(pair_that_turns(beta_fast)), 0)
     last = min(math.ceil(pair_that_turns(beta_slow)), size - 1)
@@ -108,12 +109,13 @@ def long_rope(
 
 def on_host(spectrum: Make, size: int, params: Any) -> tuple[tuple[float, ...], float]:
     """The numbers of a spectrum for an op's ``params``, of which it takes what it names."""
-    wanted = _keywords(spectrum)
+    wanted = keywords(spectrum)
     return _numbers(spectrum, size, tuple((name, getattr(params, name)) for name in wanted))
 
 
 @functools.cache
-def _keywords(spectrum: Make) -> tuple[str, ...]:
+def keywords(spectrum: Make) -> tuple[str, ...]:
+    """The params of an op that a spectrum depends on."""
     found = inspect.signature(spectrum).parameters.values()
     return tuple(p.name for p in found if p.kind is p.KEYWORD_ONLY)
 

@@ -308,7 +308,7 @@ class _Reader:
 
 
 _ALTERNATIVE = re.compile(r"([A-Za-z][A-Za-z0-9_]*)(?:\[(\d+)\]|\(([^)]*)\))?")
-_SIMPLE = {"int", "float", "bool", "str", "ints", "number", "device", "object"}
+_SIMPLE = {"int", "float", "bool", "str", "ints", "floats", "number", "device", "object"}
 
 
 def _param_type(text: str) -> ParamType | None:

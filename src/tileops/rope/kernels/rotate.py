@@ -25,11 +25,12 @@ __all__ = ["Llama31", "LongRoPE", "Plain", "YaRN", "turns_per_position"]
 
 DEVICE = f"{__name__}_triton"
 
-TILE = 1024
-"""Pairs of features rotated at a time."""
-TILE_OF_TOKENS = 512
-"""The same where tiles are of tokens: sines are as many as pairs, so a program has more to do."""
-WARPS = 2
+SIZES = {
+    # Pairs of features rotated at a time and warps, the default first. Sines are taken once for the
+    # heads of a token and reach all threads; with one head each thread takes those of its own pairs.
+    "heads": ((1024, 2), (512, 2), (1024, 4)),
+    "tokens": ((1024, 4), (512, 2), (2048, 8)),
+}
 PROGRAMS_PER_SM = 8
 """With fewer programs than this, heads of one token go to several."""
 
@@ -70,11 +71,8 @@ class Rotate(Kernel):
 
     @classmethod
     def candidates(cls, call: CallSpec) -> list[Entry]:
-        if _heads(turned(call).shape) == 1:
-            sizes = ((TILE_OF_TOKENS, WARPS), (TILE, WARPS), (TILE, 4))
-        else:
-            sizes = ((TILE, WARPS), (512, WARPS), (TILE, 4))
-        return [cls._entry(call, *size) for size in sizes]
+        rows = "tokens" if _heads(turned(call).shape) == 1 else "heads"
+        return [cls._entry(call, *size) for size in SIZES[rows]]
 
     @classmethod
     def _rates(cls, call: CallSpec) -> tuple[tuple[float, ...], float]:
