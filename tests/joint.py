@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
 
 __all__ = ["Joint", "compiled"]
 
@@ -44,14 +45,14 @@ class Joint:
         return sum(str(n.target) == f"tileops.{name}.default" for n in nodes)
 
 
-def compiled(function: Callable[..., Any], **kwargs: Any) -> tuple[Callable[..., Any], Joint]:
-    """``function`` compiled without code generation, and what became of it once it is called."""
+def compiled(function: Callable[..., Any]) -> tuple[Callable[..., Any], Joint]:
+    """``function`` compiled as by Inductor up to its code, and what became of it once it is called."""
     seen = Joint()
 
     def partition(module: Any, inputs: Any, **more: Any) -> Any:
         seen.joint = [str(node.target) for node in module.graph.nodes]
         seen.outputs = more["num_fwd_outputs"]
-        return min_cut_rematerialization_partition(module, inputs, **more)
+        return min_cut_rematerialization_partition(module, inputs, compiler="inductor", **more)
 
     def keep(which: str) -> Callable[..., Any]:
         def compiler(module: Any, inputs: Any) -> Any:
@@ -61,6 +62,9 @@ def compiled(function: Callable[..., Any], **kwargs: Any) -> tuple[Callable[...,
         return compiler
 
     backend = aot_autograd(
-        fw_compiler=keep("forward"), bw_compiler=keep("backward"), partition_fn=partition
+        fw_compiler=keep("forward"),
+        bw_compiler=keep("backward"),
+        partition_fn=partition,
+        decompositions=select_decomp_table,
     )
-    return torch.compile(function, backend=backend, fullgraph=True, **kwargs), seen
+    return torch.compile(function, backend=backend, fullgraph=True), seen

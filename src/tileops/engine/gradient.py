@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -101,6 +103,25 @@ def _derived(cls: Any) -> Gradient | None:
     return Gradient(cls, derived, wiring)
 
 
+_NOTHING = contextlib.nullcontext()
+
+
+@lru_cache(maxsize=1)
+def _autocast_keys() -> Any:
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    for name, key in vars(torch._C.DispatchKey).items():
+        if name.startswith("Autocast"):
+            keys = keys | torch._C.DispatchKeySet(key)
+    return keys
+
+
+def _as_at_the_top() -> Any:
+    """Inside an operator the dispatcher has been passed, and a transform that began there would be
+    passed by too: forget how far the dispatcher has come, but for autocast, which stays off."""
+    excluded = torch._C._dispatch_tls_local_exclude_set() & _autocast_keys()
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
 def _vjp(
     decomposition: Callable[..., Any], entry: Entry, wiring: Wiring
 ) -> Callable[..., Any]:
@@ -128,8 +149,9 @@ def _vjp(
             results = results if isinstance(results, tuple) else (results,)
             return tuple(results[outputs[n]] for n in given)
 
-        _, pull = torch.func.vjp(forward, *(inputs[place] for place in wanted))
-        found = dict(zip(wanted, pull(tuple(grads[n] for n in given)), strict=True))
+        with _NOTHING if torch.compiler.is_compiling() else _as_at_the_top():
+            _, pull = torch.func.vjp(forward, *(inputs[place] for place in wanted))
+            found = dict(zip(wanted, pull(tuple(grads[n] for n in given)), strict=True))
         results = tuple(found.get(place) for place in places)
         return results[0] if len(results) == 1 else results
 

@@ -54,7 +54,7 @@ def _make(
     cls: Any, overload: Any, branch: Branch, body: Callable[..., Any], gradient: Any
 ) -> Callable[..., Any]:
     entry: Entry = cls.entry
-    forward = _forward(entry, overload, body)
+    forward = _forward(overload, body, _policy(entry, branch, gradient))
     name = overload.name().removeprefix("tileops::").partition(".")[0]
     carried = [
         output.name
@@ -89,7 +89,9 @@ def _applying(function: Any, copied: list[int]) -> Callable[..., Any]:
 
     def apply(*args: Any) -> Any:
         if copied:
-            args = (*args, *(args[n].clone() for n in copied))
+            # Copied again in the backward pass they would be copies of what was written.
+            with _tagged(CheckpointPolicy.MUST_SAVE):
+                args = (*args, *(args[n].clone() for n in copied))
         if torch._C._are_functorch_transforms_active():
             from torch._functorch.utils import enable_single_level_autograd_function
 
@@ -103,33 +105,41 @@ def _applying(function: Any, copied: list[int]) -> Callable[..., Any]:
 # ---- forward -------------------------------------------------------------------------------------
 
 
-def _forward(entry: Entry, overload: Any, body: Callable[..., Any]) -> Callable[..., Any]:
+def _policy(entry: Entry, branch: Branch, gradient: Any) -> CheckpointPolicy | None:
+    """What a tracer of training is told: the output of a cheap op is computed again in the backward
+    pass. Of an operator that it does not know it would keep it."""
+    if entry.kind == "template" or branch.writes or gradient is None:
+        return None
+    if set(gradient.wiring.saved) & {output.name for output in entry.outputs}:
+        return None  # the output is what the backward op needs
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _forward(
+    overload: Any, body: Callable[..., Any], policy: CheckpointPolicy | None
+) -> Callable[..., Any]:
     count = len(overload._schema.arguments)
-    recomputed = entry.kind != "template"
 
     def forward(*args: Any) -> Any:
         args = args[:count]
         if direct() and all(type(argument) in _EXACT for argument in args[:-1]):
             return body(*args)
-        with torch._C._AutoDispatchBelowAutograd(), _recomputed() if recomputed else _NOTHING:
+        with torch._C._AutoDispatchBelowAutograd(), _tagged(policy):
             return overload.redispatch(keys_below_autograd(args), *args)
 
     return forward
 
 
-_NOTHING = contextlib.nullcontext()
-
-
 @contextlib.contextmanager
-def _recomputed() -> Iterator[None]:
-    """Tell a tracer of training that the node is cheap: its output is computed again in the backward
-    pass and not kept. The partitioner would keep what an operator that it does not know gives. A
-    checkpoint policy round it has spoken before or speaks after, and wins."""
-    meta = fx_traceback.get_current_meta() if fx_traceback.has_preserved_node_meta() else None
+def _tagged(policy: CheckpointPolicy | None) -> Iterator[None]:
+    """Mark the nodes that a tracer makes meanwhile for the partitioner of forward and backward. A
+    checkpoint policy of the caller has spoken before, or speaks after, and wins."""
+    traced = policy is not None and fx_traceback.has_preserved_node_meta()
+    meta = fx_traceback.get_current_meta() if traced else None
     if meta is None or "recompute" in meta:
         yield
         return
-    meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+    meta["recompute"] = policy
     try:
         yield
     finally:
