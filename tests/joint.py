@@ -27,7 +27,9 @@ class Joint:
     def saved(self) -> list[torch.Tensor]:
         """Fake tensors of what the forward keeps for the backward, and did not get as an input."""
         (output,) = (n for n in self.forward.graph.nodes if n.op == "output")
-        kept = {n for n in output.args[0][self.outputs :] if n is not None and n.op != "placeholder"}
+        kept = {
+            n for n in output.args[0][self.outputs :] if n is not None and n.op != "placeholder"
+        }
         shown = set(output.args[0][: self.outputs])
         values = [n.meta["val"] for n in kept - shown]
         return [value for value in values if isinstance(value, torch.Tensor)]
@@ -35,7 +37,9 @@ class Joint:
     @property
     def saved_bytes(self) -> int:
         """How much memory that is, storages counted once."""
-        return sum({id(t.untyped_storage()): t.untyped_storage().nbytes() for t in self.saved}.values())
+        return sum(
+            {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in self.saved}.values()
+        )
 
     def count(self, name: str, of: str = "joint") -> int:
         """How many nodes call the operator ``tileops::<name>``."""

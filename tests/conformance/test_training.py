@@ -277,7 +277,9 @@ def test_a_llama_block_keeps_no_more_than_plain_pytorch(dtype):
     assert kept[True] <= 1.05 * kept[False], kept
     # Roundings on the way are each of the size of the gradient's rms times 2**-8.
     for a, b in zip(found[True], found[False], strict=True):
-        assert (a - b).float().norm() <= (0.03 if dtype is torch.bfloat16 else 1e-5) * b.float().norm()
+        assert (a - b).float().norm() <= (
+            0.03 if dtype is torch.bfloat16 else 1e-5
+        ) * b.float().norm()
 
 
 def test_autocast_and_a_scaler():
@@ -287,7 +289,11 @@ def test_autocast_and_a_scaler():
     for module in (ours, theirs):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        with torch.autocast("cpu", dtype=torch.bfloat16) if module is theirs else contextlib.nullcontext():
+        with (
+            torch.autocast("cpu", dtype=torch.bfloat16)
+            if module is theirs
+            else contextlib.nullcontext()
+        ):
             loss = module(X).float().square().sum()
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)

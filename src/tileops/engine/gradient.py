@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import sys
 import threading
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -33,12 +34,27 @@ class Gradient:
     """The class of its backward op."""
     wiring: Wiring
 
-    def op(self, state: OpState, wants: tuple[bool, ...]) -> Any:
-        """The backward op of a forward op, for the gradients that are wanted."""
-        found = state.gradients.get(wants)
-        if found is None:
-            found = state.gradients[wants] = self._make(state.op, wants)
-        return found
+    context_target = staticmethod(targets.context_target)
+
+    def call(
+        self,
+        state: OpState,
+        wants: tuple[bool, ...],
+        target: str | None,
+        args: list[Any],
+        named: dict[str, Any],
+    ) -> tuple[Any, ...]:
+        """The gradients that are wanted, None for the others. ``target``: that of the forward's
+        ``use_target``, which autograd's own threads do not see."""
+        op = state.gradients.get(wants)
+        if op is None:
+            op = state.gradients[wants] = self._make(state.op, wants)
+        if target is None or targets.context_target() is not None:
+            results = op(*args, **named)
+        else:
+            with targets.use_target(target):
+                results = op(*args, **named)
+        return results if len(wants) > 1 else (results,)
 
     def _make(self, op: Any, wants: tuple[bool, ...]) -> Any:
         target = op.target
@@ -99,7 +115,9 @@ def _derived(cls: Any) -> Gradient | None:
         "decomposition": staticmethod(_vjp(cls.decomposition, cls.entry, wiring)),
         "kernel": KernelInterface(compiled_from=pays),
     }
-    derived = type(Op)(entry.name, (Op,), body, entry=entry)  # type: ignore[call-arg]
+    derived = types.new_class(
+        entry.name, (Op,), {"entry": entry}, lambda namespace: namespace.update(body)
+    )
     return Gradient(cls, derived, wiring)
 
 
@@ -109,9 +127,9 @@ _NOTHING = contextlib.nullcontext()
 @lru_cache(maxsize=1)
 def _autocast_keys() -> Any:
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-    for name, key in vars(torch._C.DispatchKey).items():
+    for name in vars(torch._C.DispatchKey):
         if name.startswith("Autocast"):
-            keys = keys | torch._C.DispatchKeySet(key)
+            keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
     return keys
 
 
@@ -122,9 +140,7 @@ def _as_at_the_top() -> Any:
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
-def _vjp(
-    decomposition: Callable[..., Any], entry: Entry, wiring: Wiring
-) -> Callable[..., Any]:
+def _vjp(decomposition: Callable[..., Any], entry: Entry, wiring: Wiring) -> Callable[..., Any]:
     """The decomposition of the derived backward op."""
     count = len(wiring.outputs)
     outputs = [n for n, o in enumerate(entry.outputs) if o.name in wiring.outputs]
@@ -150,7 +166,7 @@ def _vjp(
             return tuple(results[outputs[n]] for n in given)
 
         with _NOTHING if torch.compiler.is_compiling() else _as_at_the_top():
-            _, pull = torch.func.vjp(forward, *(inputs[place] for place in wanted))
+            pull = torch.func.vjp(forward, *(inputs[place] for place in wanted))[1]
             found = dict(zip(wanted, pull(tuple(grads[n] for n in given)), strict=True))
         results = tuple(found.get(place) for place in places)
         return results[0] if len(results) == 1 else results
