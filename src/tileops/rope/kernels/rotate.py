@@ -158,6 +158,7 @@ def _build(call: CallSpec, tile: int, warps: int) -> tuple[TritonBuild, int]:
         ),
         num_warps=warps,
         aligned=("x", "turns", "y") if spec.aligned else ("turns", "y"),
+        options=(("maxnreg", 64),),  # else ptxas saves registers by spilling one
     )
     return build, rows
 
