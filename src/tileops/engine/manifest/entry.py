@@ -188,6 +188,12 @@ class Entry:
         """The input of that name."""
         return next(item for item in self.inputs if item.name == name)
 
+    def may_be_complex(self, item: Input) -> bool:
+        """Whether an input may have a complex dtype."""
+        variables = () if item.dtype is None else item.dtype.names
+        names = [*item.dtypes, *variables, *(d for v in variables for d in self.dtypes.get(v, ()))]
+        return any(name.startswith("complex") for name in names)
+
     @property
     def positional_inputs(self) -> tuple[Input, ...]:
         """Inputs that are passed by position."""
@@ -308,7 +314,7 @@ class _Reader:
 
 
 _ALTERNATIVE = re.compile(r"([A-Za-z][A-Za-z0-9_]*)(?:\[(\d+)\]|\(([^)]*)\))?")
-_SIMPLE = {"int", "float", "bool", "str", "ints", "number", "device", "object"}
+_SIMPLE = {"int", "float", "bool", "str", "ints", "axes", "number", "device", "object"}
 
 
 def _param_type(text: str) -> ParamType | None:
