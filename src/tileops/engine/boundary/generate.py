@@ -113,6 +113,7 @@ def _facts(entry: Entry, names: list[str]) -> str:
     parts = ["_epoch.now", "_context()"]
     optional = {i.name for i in entry.inputs if i.optional}
     mutated = {i.name for i in entry.inputs if i.mutated is not None}
+    conjugated = {i.name for i in entry.inputs if entry.may_be_complex(i)}
     for name in [*names, *(["out"] if entry.has_out else [])]:
         # Whether a written tensor overlaps itself depends on all its strides.
         layout = "stride()" if name in mutated else "is_contiguous()"
@@ -120,6 +121,8 @@ def _facts(entry: Entry, names: list[str]) -> str:
             f"{name}.shape, {name}.dtype, {name}.device, {name}.{layout}, "
             f"{name}.data_ptr() & 15, {name}.is_neg()"
         )
+        if name in conjugated:
+            facts += f", {name}.is_conj()"
         if name in optional or name == "out":
             parts.append(f"None if {name} is None else ({facts})")
         else:

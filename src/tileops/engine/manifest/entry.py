@@ -191,6 +191,12 @@ class Entry:
         """The input of that name."""
         return next(item for item in self.inputs if item.name == name)
 
+    def may_be_complex(self, item: Input) -> bool:
+        """Whether an input may have a complex dtype."""
+        variables = () if item.dtype is None else item.dtype.names
+        names = [*item.dtypes, *variables, *(d for v in variables for d in self.dtypes.get(v, ()))]
+        return any(name.startswith("complex") for name in names)
+
     @property
     def differentiable_inputs(self) -> tuple[Input, ...]:
         """Inputs that a gradient may flow to: declared so, of a floating dtype, not always written."""
@@ -349,7 +355,7 @@ def _differentiable(node: Located) -> bool:
 
 
 _ALTERNATIVE = re.compile(r"([A-Za-z][A-Za-z0-9_]*)(?:\[(\d+)\]|\(([^)]*)\))?")
-_SIMPLE = {"int", "float", "bool", "str", "ints", "floats", "number", "device", "object"}
+_SIMPLE = {"int", "float", "bool", "str", "ints", "floats", "axes", "number", "device", "object"}
 
 
 def _param_type(text: str) -> ParamType | None:
