@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-__all__ = ["EXACT", "alibi_slope", "gelu64", "silu64"]
+__all__ = ["EXACT", "alibi_slope", "gelu64", "philox_word", "silu64"]
 
 Meaning = tuple[tuple[torch.Tensor | None, ...], dict[str, torch.Tensor]]
 
@@ -151,6 +151,33 @@ def _round_of(op: Any, input: torch.Tensor) -> Meaning:
     return _of(_round)(op, input)
 
 
+def _nan_to_num(op: Any, input: torch.Tensor) -> Meaning:
+    # In the dtype itself, whose largest number stands for infinity.
+    return (torch.nan_to_num(input, op.nan, op.posinf, op.neginf).double(),), {}
+
+
+def philox_word(seed: int, place: int) -> int:
+    """Word ``place % 4`` of Philox-4x32-10 for the counter ``place // 4``, by the paper's figure 1."""
+    counter, low = place // 4, 2**32 - 1
+    words, key = [counter & low, counter >> 32, 0, 0], [seed & low, seed >> 32]
+    for _ in range(10):
+        left, right = words[0] * 0xD2511F53, words[2] * 0xCD9E8D57
+        words = [
+            (right >> 32) ^ words[1] ^ key[0], right & low, (left >> 32) ^ words[3] ^ key[1], left & low,
+        ]  # fmt: skip
+        key = [(key[0] + 0x9E3779B9) & low, (key[1] + 0xBB67AE85) & low]
+    return words[place % 4]
+
+
+def _dropout(op: Any, x: torch.Tensor) -> torch.Tensor:
+    if not op.training or op.p == 0:
+        return x
+    if op.p == 1:
+        return x * 0
+    kept = [philox_word(op.seed, place) >= round(op.p * 2**32) for place in range(x.numel())]
+    return x * torch.tensor(kept, dtype=torch.float64).view(x.shape) / (1 - op.p)
+
+
 def _prelu(op: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     shape = (weight.numel(), *(1 for _ in x.shape[2:])) if weight.numel() > 1 else ()
     return torch.where(x > 0, x, x * weight.reshape(shape))
@@ -169,6 +196,7 @@ EXACT: dict[str, Callable[..., Meaning]] = {
     "ClampTensorFwdOp": _of(lambda op, x, low, high: torch.clamp(x, low, high)),
     "CosFwdOp": _of(lambda op, x: x.cos()),
     "DivFwdOp": _of(lambda op, x, y: torch.div(x, y, rounding_mode=op.rounding_mode)),
+    "DropoutFwdOp": _of(_dropout),
     "ELUFwdOp": _of(lambda op, x: torch.where(x > 0, x, op.alpha * x.expm1())),
     "EqFwdOp": _of(lambda op, x, y: x == y),
     "ErfFwdOp": _of(lambda op, x: x.erf()),
@@ -203,10 +231,7 @@ EXACT: dict[str, Callable[..., Meaning]] = {
     "MinimumFwdOp": _of(lambda op, x, y: torch.minimum(x, y)),
     "MishFwdOp": _of(lambda op, x: x * torch.tanh(torch.log1p(x.exp()))),
     "MulFwdOp": _arithmetic(lambda op, a, b: a * b),
-    "NanToNumFwdOp": lambda op, input: (
-        (torch.nan_to_num(input, op.nan, op.posinf, op.neginf).double(),),
-        {},
-    ),
+    "NanToNumFwdOp": _nan_to_num,
     "NeFwdOp": _of(lambda op, x, y: x != y),
     "NegFwdOp": _of(lambda op, x: -x),
     "PReLUFwdOp": _of(_prelu),
