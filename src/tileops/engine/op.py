@@ -73,6 +73,8 @@ class Op:
     grows: ClassVar[tuple[str, ...]] = ()
     """Dims whose sizes calls need not share to share a plan, such as a sequence's length: every kernel
     of the class reads them from the tensors it is given. See ``region``."""
+    random: ClassVar[bool] = False
+    """A call may draw from torch's generator, so two equal calls are not one."""
     kernel_package: ClassVar[str]
     _boundary: ClassVar[Boundary]
     _growth: ClassVar[Growth | None]

@@ -10,7 +10,11 @@ __all__ = ["expression_of"]
 
 def expression_of(call: CallSpec, *, without: str = "FwdOp", more: str = "") -> DeviceFunction:
     """The function named as the op's class, in small letters and ``without`` that ending, then what
-    its parameters choose by a word: ``GELUFwdOp(approximate="tanh")`` is ``gelu_tanh``."""
-    chosen = [value for value in vars(call.params).values() if isinstance(value, str)]
-    name = "_".join([call.op.removesuffix(without).lower(), *chosen, *([more] if more else [])])
-    return DeviceFunction(f"{__name__}_triton:{name}")
+    its parameters choose by a word, and the optional inputs that are given where one is not:
+    ``GELUFwdOp(approximate="tanh")`` is ``gelu_tanh``, ``ClampTensorFwdOp`` of a ``min`` alone
+    ``clamptensor_min``."""
+    parts = [call.op.removesuffix(without).lower()]
+    parts += [value for value in vars(call.params).values() if isinstance(value, str)]
+    if None in call.inputs.values():
+        parts += [name for name, spec in list(call.inputs.items())[1:] if spec is not None]
+    return DeviceFunction(f"{__name__}_triton:{'_'.join([*parts, *([more] if more else [])])}")

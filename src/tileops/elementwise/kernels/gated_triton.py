@@ -18,7 +18,8 @@ def _tile(rows, column_groups, column_tiles, GRAIN: tl.constexpr, ROWS: tl.const
     inside = (row < rows - first_row) & (column < columns - first_column)
     stride = columns.to(tl.int32)
     narrow, wide = row * stride + column, row * (2 * stride) + column
-    return first_row * columns + first_column, first_row * (2 * columns) + first_column, columns, narrow, wide, inside  # fmt: skip
+    to, at = first_row * columns + first_column, first_row * (2 * columns) + first_column
+    return to, at, columns, narrow, wide, inside
 
 
 @triton.jit

@@ -470,10 +470,12 @@ def _define(
 ) -> Boundary:
     library = torch.library.Library("tileops", "FRAGMENT")
     operators = []
+    # Else a compiler takes two equal calls for one, and may repeat one in the backward pass.
+    tags = (torch.Tag.nondeterministic_seeded,) if cls.random else ()
     for index, branch in enumerate(branches):
         name = base + branch.suffix
         schema = schema_of(entry, branch)
-        library.define(name + schema)
+        library.define(name + schema, tags=tags)
         overload = getattr(torch.ops.tileops, name).default
         library.impl(name, namespace[f"_body_{index}"], "CompositeExplicitAutograd")
         torch.library.register_fake(f"tileops::{name}", namespace[f"_fake_{index}"], lib=library)

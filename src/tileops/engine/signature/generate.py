@@ -373,7 +373,12 @@ class _Emitter:
             if "bcast(" not in output.shape.text:
                 continue
             names = [i.name for i in self.entry.inputs]
-            shapes = " and ".join(f"{{list({name}.shape)}}" for name in names)
+            shapes = " and ".join(
+                f"{{{i.name} if {i.name} is None else list({i.name}.shape)}}"
+                if i.optional
+                else f"{{list({i.name}.shape)}}"
+                for i in self.entry.inputs
+            )
             self.emit("try:")
             self.emit(f"    out_{output.name} = tuple({self.source(output.shape)})")
             self.emit("except ValueError:")
