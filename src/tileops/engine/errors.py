@@ -14,6 +14,7 @@ __all__ = [
     "BundleError",
     "CheckError",
     "ColdCaptureError",
+    "ExportError",
     "ImmutableOpError",
     "InstanceKeyError",
     "KernelBuildError",
@@ -68,6 +69,17 @@ class InstanceKeyError(TileopsError, ValueError):
 
     def __init__(self, key: str, problem: str) -> None:
         super().__init__(f"cannot re-create the op {key!r}: {problem}")
+
+
+class ExportError(TileopsError, ValueError):
+    """An op was exported that no other process could make again."""
+
+    def __init__(self, op: str, parameter: str, problem: str) -> None:
+        super().__init__(
+            f"{op} cannot be exported: parameter '{parameter}': {problem}, so the process that loads "
+            f"the program could not make the op again; give a value of a basic type, or of a class "
+            f"decorated with tileops.authoring.literal_type"
+        )
 
 
 class BackwardError(TileopsError, RuntimeError):

@@ -1,0 +1,130 @@
+"""What compilers keep on disk is right for the op as it is now, not as it was when they kept it.
+
+Each test is two processes with one cache directory: an op package is edited in between.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.contract.fresh import run_fresh
+
+MANIFEST = """
+ScaleFwdOp:
+  status: implemented
+  reference: own
+  kind: pointwise
+  signature:
+    params: {factor: {type: float, default: 2.0}}
+    inputs:
+      x: {dtype: float32, shape: "[*B, N]"}
+      count: {dtype: float32, shape: "[N]"}
+    outputs:
+      output: {dtype: float32, shape: "[*B, N]"}
+  workloads: [{label: one, dims: {B: [4], N: 8}}]
+  cost: {flops: "prod(B) * N"}
+"""
+MODULE = """
+import torch
+
+from tileops.authoring import Op
+
+
+class ScaleFwdOp(Op):
+    @staticmethod
+    def decomposition(x, count, *, factor):
+        return x * factor + count
+"""
+X = torch.arange(12.0).view(3, 4)
+COUNT = torch.tensor([5.0, 6.0, 7.0, 8.0])
+
+CHANGES: dict[str, tuple[dict[str, str], Any]] = {
+    "nothing": ({}, lambda: X * 2 + COUNT),
+    "output dtype": (
+        {"output: {dtype: float32": "output: {dtype: float64", "+ count": "+ count.double()"},
+        lambda: X.double() * 2 + COUNT,
+    ),
+    "output shape": (
+        {'output: {dtype: float32, shape: "[*B, N]"': 'output: {dtype: float32, shape: "[*B]"',
+         "x * factor + count": "(x * factor + count).sum(-1)"},
+        lambda: (X * 2 + COUNT).sum(-1),
+    ),
+    "derived dim": (
+        {"signature:": "signature:\n    dims: {M: N * 2}", '"[*B, N]"}\n  w': '"[*B, M]"}\n  w',
+         "x * factor + count": "torch.cat([x * factor + count] * 2, -1)"},
+        lambda: (X * 2 + COUNT).repeat(1, 2),
+    ),
+    "what is written": (
+        {'shape: "[N]"}': 'shape: "[N]", mutated: true}',
+         "x * factor + count": "x * factor + count, -count"},
+        lambda: torch.cat([X * 2 + COUNT, -COUNT[None]]),
+    ),
+    "decomposition": ({"x * factor": "x - factor"}, lambda: X - 2 + COUNT),
+}  # fmt: skip
+"""What is edited, and what the edited op gives."""
+STILL_RIGHT = {"nothing", "decomposition"}
+"""Edits that no compiled code has in it: the artifact of before is taken, and is right."""
+
+
+def write_package(root: Path, edits: dict[str, str]) -> None:
+    """The op package ``scaling`` in ``root``; each edit occurs once in one of its files."""
+    folder = root / "scaling"
+    folder.mkdir(parents=True)
+    manifest, module = MANIFEST, MODULE
+    for old, new in edits.items():
+        assert (manifest + module).count(old) == 1, (old, manifest)
+        manifest, module = manifest.replace(old, new), module.replace(old, new)
+    (folder / "__init__.py").touch()
+    (folder / "manifest.yaml").write_text(manifest)
+    (folder / "scale.py").write_text(module)
+
+
+def scale_class(root: str) -> Any:
+    """The class of the package in ``root``, in the process that calls this."""
+    sys.path.insert(0, root)
+    from scaling.scale import ScaleFwdOp
+
+    return ScaleFwdOp
+
+
+def _compiled(root: str, cache: str) -> tuple[torch.Tensor, int]:
+    """What compiled code that uses the op's result gives, and hits of the cache."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    op = scale_class(root)()
+
+    def function(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        x, count = x + 0, count + 0
+        result = op(x, count)
+        if op.entry.input("count").mutated:
+            result = torch.cat([result, count[None]])
+        return result * 4
+
+    result = torch.compile(function, fullgraph=True)(X, COUNT)
+    return result, torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A cache directory in which a process has left the code of the op as it was first."""
+    root, cache = tmp_path_factory.mktemp("first"), str(tmp_path_factory.mktemp("inductor"))
+    write_package(root, {})
+    result, hits = run_fresh(_compiled, root=str(root), cache=cache)
+    assert hits == 0
+    torch.testing.assert_close(result, (X * 2 + COUNT) * 4)
+    return cache
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", CHANGES)
+def test_compiled_code_is_of_the_op_as_it_is(change, warm, tmp_path):
+    edits, expected = CHANGES[change]
+    write_package(tmp_path, edits)
+    result, hits = run_fresh(_compiled, root=str(tmp_path), cache=warm)
+    torch.testing.assert_close(result, expected() * 4, rtol=0, atol=0)
+    assert hits == (change in STILL_RIGHT)
