@@ -5,6 +5,7 @@ Each test is two processes with one cache directory: an op package is edited in 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -128,3 +129,83 @@ def test_compiled_code_is_of_the_op_as_it_is(change, warm, tmp_path):
     result, hits = run_fresh(_compiled, root=str(tmp_path), cache=warm)
     torch.testing.assert_close(result, expected() * 4, rtol=0, atol=0)
     assert hits == (change in STILL_RIGHT)
+
+
+# ---- gradients -------------------------------------------------------------------------------------
+
+BACKWARD = '''
+ScaleBwdOp:
+  status: implemented
+  reference: own
+  kind: pointwise
+  signature:
+    params:
+      factor: {type: float, default: 2.0}
+      wants_x: {type: bool, default: true, kw_only: true}
+      wants_count: {type: bool, default: true, kw_only: true}
+    inputs:
+      grad_output: {dtype: float32, shape: "[*B, N]"}
+      SAVED
+    outputs:
+      grad_x: {dtype: float32, shape: "[*B, N]", nullable: "not wants_x"}
+      grad_count: {dtype: float32, shape: "[N]", nullable: "not wants_count"}
+  workloads: [{label: one, dims: {B: [4], N: 8}}]
+  cost: {flops: "prod(B) * N"}
+'''
+BACKWARD_CLASS = """
+
+class ScaleBwdOp(Op):
+    @staticmethod
+    def decomposition(grad_output, saved, *, factor, wants_x, wants_count):
+        grad_x = grad_output * saved if wants_x else None
+        return grad_x, grad_output.sum(0) if wants_count else None
+"""
+NAMED = {"kind: pointwise\n": "kind: pointwise\n  backward: ScaleBwdOp\n"}
+GRADIENTS: dict[str, tuple[dict[str, str], str, Any]] = {
+    "derived": ({}, "", lambda y: torch.full_like(y, 2.0)),
+    "of another decomposition": ({"x * factor": "x * factor * 3"}, "", lambda y: torch.full_like(y, 6.0)),
+    "saves an input": (NAMED, 'x: {dtype: float32, shape: "[*B, N]"}', lambda y: X),
+    "saves an output": (NAMED, 'output: {dtype: float32, shape: "[*B, N]"}', lambda y: y),
+    "declared away": (
+        {'count: {dtype: float32, shape: "[N]"}': 'count: {dtype: float32, shape: "[N]", differentiable: false}'},
+        "", None,
+    ),
+}  # fmt: skip
+"""Edits; what the backward op saves where one is named; by what a gradient is then multiplied, None
+where it is refused. A named op that multiplies by what it saved is wrong, and so cannot be taken for
+another."""
+
+
+def _differentiated(root: str, cache: str) -> tuple[Any, Any, int]:
+    """Gradients that compiled code gives for ``x`` and ``count``, and hits of the cache."""
+    from tileops.engine.errors import BackwardError
+
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    op = scale_class(root)()
+    x, count = X.clone().requires_grad_(), COUNT.clone().requires_grad_()
+    result = torch.compile(lambda x, count: op(x, count) * 4, fullgraph=True)(x, count)
+    with contextlib.suppress(BackwardError):
+        result.sum().backward()
+    return x.grad, count.grad, torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]
+
+
+@pytest.mark.slow
+def test_compiled_gradients_are_of_the_op_as_it_is(tmp_path):
+    """One cache for a row of processes, each with another gradient than all before."""
+    for n, (name, (edits, saved, factor)) in enumerate(GRADIENTS.items()):
+        root = tmp_path / str(n)
+        write_package(root, edits)
+        if saved:
+            with (root / "scaling" / "manifest.yaml").open("a") as manifest:
+                manifest.write(BACKWARD.replace("SAVED", saved))
+            with (root / "scaling" / "scale.py").open("a") as module:
+                module.write(BACKWARD_CLASS)
+        cache = str(tmp_path / "inductor")
+        grad, of_count, hits = run_fresh(_differentiated, root=str(root), cache=cache)
+        assert hits == (name == "of another decomposition"), name
+        if factor is None:
+            assert grad is None
+            assert of_count is None
+            continue
+        torch.testing.assert_close(grad, 4 * factor(X * 2 + COUNT), rtol=0, atol=0)
+        torch.testing.assert_close(of_count, torch.full_like(COUNT, 12.0), rtol=0, atol=0)

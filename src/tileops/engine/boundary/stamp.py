@@ -14,6 +14,7 @@ from typing import Any
 
 from tileops.engine.boundary.schema import schema_of
 from tileops.engine.manifest.catalog import load_family
+from tileops.engine.manifest.derive import derived_backward
 from tileops.engine.manifest.entry import Entry
 
 __all__ = ["fault_in", "operator_key", "split_key"]
@@ -61,7 +62,10 @@ def _stamp_of(entry: Entry) -> str:
 
 
 def _backward(entry: Entry) -> Entry | None:
-    return None if entry.backward is None else load_family(entry.path).get(entry.backward)
+    if entry.backward is not None:
+        return load_family(entry.path).get(entry.backward)
+    derived = derived_backward(entry)
+    return None if derived is None else derived[0]
 
 
 def _digest(facts: Iterator[Any]) -> str:
