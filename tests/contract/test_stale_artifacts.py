@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.contract.children import EPS, close, in_child, rms
 from tests.contract.fresh import run_fresh
 
 MANIFEST = """
@@ -73,14 +74,17 @@ STILL_RIGHT = {"nothing", "decomposition"}
 """Edits that no compiled code has in it: the artifact of before is taken, and is right."""
 
 
-def write_package(root: Path, edits: dict[str, str]) -> None:
-    """The op package ``scaling`` in ``root``; each edit occurs once in one of its files."""
+def write_package(root: Path, edits: dict[str, str], saved: str = "") -> None:
+    """The op package ``scaling`` in ``root``, edited at places that occur once in its files; with a
+    backward op that takes ``saved`` where the edits name it."""
     folder = root / "scaling"
     folder.mkdir(parents=True)
     manifest, module = MANIFEST, MODULE
     for old, new in edits.items():
         assert (manifest + module).count(old) == 1, (old, manifest)
         manifest, module = manifest.replace(old, new), module.replace(old, new)
+    if saved:
+        manifest, module = manifest + BACKWARD.replace("SAVED", saved), module + BACKWARD_CLASS
     (folder / "__init__.py").touch()
     (folder / "manifest.yaml").write_text(manifest)
     (folder / "scale.py").write_text(module)
@@ -194,12 +198,7 @@ def test_compiled_gradients_are_of_the_op_as_it_is(tmp_path):
     """One cache for a row of processes, each with another gradient than all before."""
     for n, (name, (edits, saved, factor)) in enumerate(GRADIENTS.items()):
         root = tmp_path / str(n)
-        write_package(root, edits)
-        if saved:
-            with (root / "scaling" / "manifest.yaml").open("a") as manifest:
-                manifest.write(BACKWARD.replace("SAVED", saved))
-            with (root / "scaling" / "scale.py").open("a") as module:
-                module.write(BACKWARD_CLASS)
+        write_package(root, edits, saved)
         cache = str(tmp_path / "inductor")
         grad, of_count, hits = run_fresh(_differentiated, root=str(root), cache=cache)
         assert hits == (name == "of another decomposition"), name
@@ -209,3 +208,93 @@ def test_compiled_gradients_are_of_the_op_as_it_is(tmp_path):
             continue
         torch.testing.assert_close(grad, 4 * factor(X * 2 + COUNT), rtol=0, atol=0)
         torch.testing.assert_close(of_count, torch.full_like(COUNT, 12.0), rtol=0, atol=0)
+
+
+# ---- targets ---------------------------------------------------------------------------------------
+
+
+def _compiled_for_a_target(cache: str, target: str | None) -> tuple[str, int]:
+    """The target that serves compiled code under a context's target, and hits of the cache."""
+    import tileops
+
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    cls, x, weight, expected = rms()
+    op = cls(8, EPS)
+    with tileops.use_target(target) if target else contextlib.nullcontext():
+        close(torch.compile(lambda x, w: op(x, w) * 4, fullgraph=True)(x, weight), expected * 4)
+    hits = torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]
+    return op.serving_target, hits
+
+
+@pytest.mark.slow
+def test_compiled_code_is_of_no_target(tmp_path):
+    """The target is decided inside the node, so one artifact serves whichever is chosen later; the
+    last process does not even know the target for which it was compiled."""
+    cache = str(tmp_path)
+    assert in_child(_compiled_for_a_target, cache, "testcpu") == ("testcpu", 0)
+    assert in_child(_compiled_for_a_target, cache, None) == ("builtin", 1)
+    assert in_child(_compiled_for_a_target, cache, None, installed=()) == ("builtin", 1)
+
+
+# ---- exported programs and packages ----------------------------------------------------------------
+
+LATER: dict[str, tuple[dict[str, str], str, Any]] = {
+    "nothing": ({}, "", lambda: X * 2 + COUNT),
+    "another decomposition": ({"x * factor": "x - factor"}, "", lambda: X - 2 + COUNT),
+    "another default": ({"default: 2.0": "default: 3.0"}, "", lambda: X * 2 + COUNT),
+    "a named gradient": (NAMED, GRADIENTS["saves an input"][1], lambda: X * 2 + COUNT),
+    "another output dtype": (*CHANGES["output dtype"][:1], "", None),
+    "a parameter more": (
+        {"default: 2.0}": "default: 2.0}, shift: {type: float, default: 1.0}",
+         "factor)": "factor, shift)", "+ count": "+ count + shift"},
+        "", None,
+    ),
+}  # fmt: skip
+"""Edits between export and load, and what the program then gives; None where it is refused."""
+
+
+class _Model(torch.nn.Module):
+    def __init__(self, op: Any) -> None:
+        super().__init__()
+        self.op = op
+
+    def forward(self, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        return self.op(x, count)
+
+
+def _export(root: str, path: str, package: bool) -> None:
+    program = torch.export.export(_Model(scale_class(root)()), (X, COUNT))
+    if package:
+        torch._inductor.aoti_compile_and_package(program, package_path=path)
+    else:
+        torch.export.save(program, path)
+
+
+def _load(root: str, path: str, package: bool) -> torch.Tensor | str:
+    scale_class(root)
+    if package:
+        run = torch._inductor.aoti_load_package(path)
+    else:
+        run = torch.export.load(path).module()
+    try:
+        return run(X, COUNT)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("package", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_what_was_exported_is_right_or_refused(package, tmp_path):
+    first, path = tmp_path / "first", str(tmp_path / "program.pt2")
+    write_package(first, {})
+    run_fresh(_export, root=str(first), path=path, package=package)
+    for n, (name, (edits, saved, expected)) in enumerate(LATER.items()):
+        root = tmp_path / str(n)
+        write_package(root, edits, saved)
+        result = run_fresh(_load, root=str(root), path=path, package=package)
+        if expected is None:
+            assert "cannot re-create the op 'scaling.scale.ScaleFwdOp(factor=2.0)" in result, name
+            assert "another definition of ScaleFwdOp" in result, name
+            assert "export it again" in result, name
+        else:
+            assert isinstance(result, torch.Tensor), (name, result)
+            torch.testing.assert_close(result, expected(), rtol=0, atol=0, msg=name)
