@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import re
 import subprocess
@@ -291,4 +290,4 @@ def test_a_module_goes_to_spawned_workers(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     torch.multiprocessing.spawn(_in_worker, ([Block(), Block()], str(tmp_path)), nprocs=2)
     names = [f"{rank}-FusedAddRMSNormFwdOp(eps=1e-05)" for rank in (0, 1)]
-    assert sorted(os.listdir(tmp_path)) == names
+    assert sorted(path.name for path in tmp_path.iterdir()) == names

@@ -137,7 +137,7 @@ def test_compiled_code_is_of_the_op_as_it_is(change, warm, tmp_path):
 
 # ---- gradients -------------------------------------------------------------------------------------
 
-BACKWARD = '''
+BACKWARD = """
 ScaleBwdOp:
   status: implemented
   reference: own
@@ -155,7 +155,7 @@ ScaleBwdOp:
       grad_count: {dtype: float32, shape: "[N]", nullable: "not wants_count"}
   workloads: [{label: one, dims: {B: [4], N: 8}}]
   cost: {flops: "prod(B) * N"}
-'''
+"""
 BACKWARD_CLASS = """
 
 class ScaleBwdOp(Op):
@@ -251,6 +251,8 @@ LATER: dict[str, tuple[dict[str, str], str, Any]] = {
     ),
 }  # fmt: skip
 """Edits between export and load, and what the program then gives; None where it is refused."""
+PACKAGED = ("another decomposition", "another output dtype")
+"""Of these, what is tried with a package, which takes long to load: one that runs, one that does not."""
 
 
 class _Model(torch.nn.Module):
@@ -288,6 +290,8 @@ def test_what_was_exported_is_right_or_refused(package, tmp_path):
     write_package(first, {})
     run_fresh(_export, root=str(first), path=path, package=package)
     for n, (name, (edits, saved, expected)) in enumerate(LATER.items()):
+        if package and name not in PACKAGED:
+            continue
         root = tmp_path / str(n)
         write_package(root, edits, saved)
         result = run_fresh(_load, root=str(root), path=path, package=package)

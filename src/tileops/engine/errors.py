@@ -31,6 +31,14 @@ __all__ = [
 class TileopsError(Exception):
     """Base of every error of this package."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Without __init__, which takes the words and not the message: errors come back from workers.
+        return (_again, (type(self), self.args), self.__dict__)
+
+
+def _again(cls: type[TileopsError], args: tuple[object, ...]) -> TileopsError:
+    return cls.__new__(cls, *args)
+
 
 class CheckError(TileopsError, ValueError):
     """A call or a constructor breaks the op's signature. Raised before any work."""
@@ -38,9 +46,6 @@ class CheckError(TileopsError, ValueError):
     def __init__(self, op: str, argument: str, given: object, accepted: str) -> None:
         self.op, self.argument, self.given, self.accepted = op, argument, given, accepted
         super().__init__(f"{op}: argument '{argument}': given {given}; accepted: {accepted}")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.op, self.argument, self.given, self.accepted))
 
 
 class ImmutableOpError(TileopsError, AttributeError):
@@ -59,9 +64,6 @@ class ManifestError(TileopsError, ValueError):
     def __init__(self, where: str, entry: str, problem: str) -> None:
         self.where, self.entry, self.problem = where, entry, problem
         super().__init__(f"{where}: {entry + ': ' if entry else ''}{problem}")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.where, self.entry, self.problem))
 
 
 class InstanceKeyError(TileopsError, ValueError):
@@ -177,9 +179,6 @@ class BundleError(BackendError):
     def __init__(self, path: object, reason: str) -> None:
         self.path, self.reason = path, reason
         super().__init__(f"bundle {path}: {reason}")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.path, self.reason))
 
 
 class ColdCaptureError(BackendError):

@@ -84,8 +84,9 @@ def _facts(entry: Entry) -> Iterator[Any]:
         yield name, expr.text
     for item in entry.inputs:
         yield item.name, _text(item.dtype), item.shape.text, _text(item.mutated)
-    for out in entry.outputs:
-        yield out.name, out.dtype.text, out.shape.text, _text(out.nullable), out.buffer, out.is_input
+    for output in entry.outputs:
+        yield output.name, output.dtype.text, output.shape.text, _text(output.nullable)
+        yield output.buffer, output.is_input
 
 
 def _text(expr: Any) -> str:
