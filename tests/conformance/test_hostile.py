@@ -382,7 +382,7 @@ def test_an_op_is_immutable(name, seed):
     with pytest.raises(ImmutableOpError):
         op.settle(new=1)
     assert repr(op) == key
-    assert instances.resolve(type(op), key).op == op
+    assert instances.resolve(type(op), op._instance_key).op == op
 
 
 def test_a_class_without_an_entry():

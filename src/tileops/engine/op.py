@@ -17,6 +17,7 @@ from tileops.engine.boundary.growth import Growth, growth_of
 from tileops.engine.boundary.instances import OpState, state_of
 from tileops.engine.boundary.owners import claim
 from tileops.engine.boundary.refusals import refuse_without_storage
+from tileops.engine.boundary.stamp import operator_key
 from tileops.engine.content import check_content
 from tileops.engine.errors import CheckError, ImmutableOpError, ManifestError
 from tileops.engine.gradient import gradient_of
@@ -82,7 +83,9 @@ class Op:
     _check_params: ClassVar[Callable[[dict[str, Any]], None]]
 
     _params: dict[str, Any]
+    _text: str
     _instance_key: str
+    """``_text`` as it stands in graphs: see ``stamp``."""
     _state: OpState
     target: str | None
 
@@ -121,15 +124,16 @@ class Op:
         type(self)._check_params(params)
         if target is not None:
             target = targets.check_target(target)
-        key, canonical = key_of(type(self).__name__, params, target)
-        self._settle(params, target, key, canonical)
+        text, canonical = key_of(type(self).__name__, params, target)
+        self._settle(params, target, text, canonical)
 
     def _settle(
-        self, params: dict[str, Any], target: str | None, key: str, canonical: bool
+        self, params: dict[str, Any], target: str | None, text: str, canonical: bool
     ) -> None:
         own = self.__dict__
         own.update(params)
-        own.update(_params=params, target=target, _instance_key=key)
+        key = operator_key(type(self), text)
+        own.update(_params=params, target=target, _text=text, _instance_key=key)
         self.setup()
 
         def twin() -> Op:
@@ -162,7 +166,7 @@ class Op:
         raise ImmutableOpError(type(self).__name__, name)
 
     def __repr__(self) -> str:
-        return self._instance_key
+        return self._text
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
@@ -225,6 +229,8 @@ class Op:
         if entry.composition:
             type(self)._signature(self, *inputs, out)
             return self.forward(**dict(zip(names, arguments, strict=True)))
+        if torch.compiler.is_compiling():
+            return self.forward()  # an exporter that runs this sees what Dynamo sees: plain PyTorch
         state = self._state
         facts = (targets.epoch.now, targets.context_target(), torch.get_default_device())
         plan = state.plans.get(facts) or _plan(state, facts, ())

@@ -152,7 +152,7 @@ def call_spec(
         outputs={o.name: out_spec(n, outputs[n]) for n, o in enumerate(entry.outputs)},
         device=targets.device_facts(device),
         written=written,
-        key=op._instance_key,
+        key=repr(op),
     )  # fmt: skip
     return call, branch
 

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from tileops.engine.boundary.function import differentiable
 from tileops.engine.boundary.gate import NAMES, QUIET, QUIET_BELOW, direct, keys_below_autograd
 from tileops.engine.boundary.hot import ABSENT, keep_hot
-from tileops.engine.boundary.instances import live_states, resolve
+from tileops.engine.boundary.instances import live_states, resolve, resolve_fake
 from tileops.engine.boundary.naming import operator_base_name
 from tileops.engine.boundary.owners import Owner
 from tileops.engine.boundary.refusals import (
@@ -336,7 +336,7 @@ def _operator_source(
         give,
         "",
         f"def _fake_{index}({arguments}):",
-        f"    outputs, _, device = _signature(_resolve(_cls, instance_key).op, {checked})",
+        f"    outputs, _, device = _signature(_resolve_fake(_cls, instance_key), {checked})",
         f"    return {_fake_result(returned)}",
         "",
         f"def _autograd_{index}({arguments}):",
@@ -430,6 +430,7 @@ def make_calls(
         "_growth": cls._growth,
         **NAMES,
         "_resolve": resolve,
+        "_resolve_fake": resolve_fake,
         "_signature": cls._signature,
         "_empty": torch.empty,
         "_bump_version": torch.autograd.graph.increment_version,
