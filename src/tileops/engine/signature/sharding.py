@@ -1,0 +1,250 @@
+"""Along what a call may be spread over ranks, derived from the named dims of its entry.
+
+A *way* says of every tensor of a call how it lies on the ranks of one mesh dim: cut along an axis,
+the same everywhere, or a partial sum. It holds for any number of ranks: what each rank computes from
+its part with the very same op is its part of the result.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tileops.engine.manifest.entry import Branch, Entry
+from tileops.engine.manifest.expr import Expr
+from tileops.engine.manifest.sharding import ShardingRule
+from tileops.engine.signature.runtime import DTYPE_VALUES
+
+__all__ = ["REPLICATE", "SUM", "Place", "Way", "default_word", "ways"]
+
+REPLICATE = "replicate"
+SUM = "sum"
+Place = int | str
+"""How a tensor lies on one mesh dim: the axis that it is cut along, ``REPLICATE`` or ``SUM``."""
+Atom = tuple[str, int]
+"""A dim, or one axis of a splice: ``("N", 0)``, ``("B", 1)``."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """Places by name; ``even``: each rank must get as much as the others."""
+
+    inputs: Mapping[str, Place]
+    outputs: Mapping[str, Place]
+    even: bool = False
+
+
+class _Size(int):
+    """A size that remembers which dim it is; what is computed from it does not."""
+
+    atom: Atom
+
+
+def _sized(name: str, value: Any) -> Any:
+    def one(size: int, index: int) -> _Size:
+        result = _Size(size)
+        result.atom = (name, index)
+        return result
+
+    if isinstance(value, int):
+        return one(value, 0)
+    return tuple(one(size, index) for index, size in enumerate(value))
+
+
+def ways(op: Any, branch: Branch, inputs: Mapping[str, torch.Tensor | None]) -> list[Way]:
+    """Every way of a call of ``op``, of which the first replicates all.
+
+    ``inputs``: by name, tensors of the whole shapes (no data is read).
+    """
+    call = _Call(op, branch, inputs)
+    same = Way(dict.fromkeys(call.inputs, REPLICATE), dict.fromkeys(call.outputs, REPLICATE))
+    return [same, *call.cuts(), *call.partials()]
+
+
+def default_word(entry: Entry, name: str) -> str:
+    """What a dim may be where ``sharding`` does not say: all dims of a ``pointwise`` op are free, and
+    so are the leading dims ``*B`` of a ``reduction``, which has others to reduce; a ``template`` says."""
+    if entry.kind == "pointwise":
+        return "shard"
+    if entry.kind == "reduction" and any(_leads(item.shape.tree, name) for item in entry.inputs):
+        return "shard"
+    return REPLICATE
+
+
+def _leads(tree: ast.expr, name: str) -> bool:
+    if isinstance(tree, ast.IfExp):
+        return _leads(tree.body, name) or _leads(tree.orelse, name)
+    first, *rest = getattr(tree, "elts", None) or [None]
+    return bool(rest) and isinstance(first, ast.Starred) and ast.unparse(first.value) == name
+
+
+class _Call:
+    """The axes of one call's tensors as atoms, and which atoms belong together."""
+
+    def __init__(
+        self, op: Any, branch: Branch, inputs: Mapping[str, torch.Tensor | None]
+    ) -> None:
+        self.entry: Entry = op.entry
+        self.branch = branch
+        given = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+        self.passed = frozenset(given)
+        outputs, dims, _ = type(op)._signature(op, *inputs.values(), None)
+        self.gradient = self.entry.name.endswith("BwdOp")
+        self.env: dict[str, Any] = {**DTYPE_VALUES, **op._params, **dims}
+        for item in self.entry.inputs:
+            if item.name in given and item.dtype is not None:
+                self.env.setdefault(item.dtype.text, given[item.name].dtype)
+        tagged = {n: _sized(n, v) for n, v in dims.items() if n not in self.entry.dims and v is not None}
+        self.tagged = {**self.env, **tagged}
+        self.linked: dict[Atom, set[Atom]] = {}
+        self.blocked: set[str] = set()
+        self.shadowed: set[Atom] = set()
+        """Axes of size 1 that are broadcast: they stay whole."""
+        self.inputs = {i.name: self.axes(i.shape) for i in self.entry.inputs if i.name in given}
+        self.outputs = {
+            output.name: self.axes(output.shape)
+            for output, spec in zip(self.entry.outputs, outputs, strict=True)
+            if spec is not None
+        }
+        self.adds = all(spec is None or spec[1] != torch.bool for spec in outputs)
+        self.together()
+
+    # -- atoms
+
+    def axes(self, shape: Expr) -> list[Atom | None]:
+        tree = shape.tree
+        while isinstance(tree, ast.IfExp):
+            test = Expr(ast.unparse(tree.test)).evaluate(self.env, self.passed)
+            tree = tree.body if test else tree.orelse
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "bcast":
+                self.broadcast([self.value(argument) for argument in node.args])
+            elif isinstance(node, ast.BinOp | ast.UnaryOp | ast.Call):
+                self.block(Expr(ast.unparse(node)).names)
+        self.block(Expr(ast.unparse(tree)).names & set(self.entry.dims))
+        atoms = [getattr(size, "atom", None) for size in self.value(tree)]
+        for atom in atoms:
+            if atom is not None:
+                self.linked.setdefault(atom, {atom})
+        return atoms
+
+    def value(self, tree: ast.expr) -> Any:
+        return Expr(ast.unparse(tree)).evaluate(self.tagged, self.passed)
+
+    def block(self, names: frozenset[str] | set[str]) -> None:
+        """A size that is computed from a dim does not follow where the dim is cut."""
+        for name in names:
+            self.blocked.add(name)
+            if name in self.entry.dims:
+                self.block(self.entry.dims[name].names - self.blocked)
+
+    def broadcast(self, shapes: list[Any]) -> None:
+        for axis in range(1, max(map(len, shapes), default=0) + 1):
+            column = [shape[-axis] for shape in shapes if len(shape) >= axis]
+            wide = [size for size in column if size != 1] or column
+            atoms = [getattr(size, "atom", None) for size in wide]
+            self.shadowed |= {s.atom for s in column if s not in wide and hasattr(s, "atom")}
+            self.link([atom for atom in atoms if atom is not None])
+
+    def link(self, atoms: list[Atom]) -> None:
+        joined = set().union(*(self.linked.setdefault(atom, {atom}) for atom in atoms))
+        for atom in joined:
+            self.linked[atom] = joined
+
+    def together(self) -> None:
+        """Dims that an entry lists side by side are cut side by side."""
+        self.side_by_side: set[str] = set()
+        for rule in self.entry.sharding:
+            if len(rule.names) > 1 and not set(rule.names) & {i.name for i in self.entry.inputs}:
+                self.link([a for a in list(self.linked) if a[0] in rule.names])
+                self.side_by_side |= set(rule.names)
+
+    # -- what the entry says
+
+    def word(self, atom: Atom) -> str:
+        name, index = atom
+        if name in self.blocked or atom in self.shadowed:
+            return REPLICATE
+        rules = [rule for rule in self.entry.sharding if name in rule.names]
+        for rule in sorted(rules, key=lambda rule: rule.at is None):
+            if rule.at is None or index in self.picked(rule, name):
+                return rule.value(self.env, self.passed)
+        return default_word(self.entry, name)
+
+    def picked(self, rule: ShardingRule, name: str) -> range | set[int]:
+        """The axes of a splice that ``rule`` is about; all where its parameter is None."""
+        at, count = self.env[rule.at or ""], len(self.env[name])
+        if at is None:
+            return range(count)
+        return {axis % max(count, 1) for axis in ((at,) if isinstance(at, int) else at)}
+
+    @property
+    def ruled(self) -> frozenset[str]:
+        """Dims whose sizes rules speak of: a part must obey them as the whole does."""
+        names = frozenset(n for rule in self.entry.rules for n in _sizes_in(rule.require.tree))
+        for _ in self.entry.dims:
+            names |= {n for d in names & set(self.entry.dims) for n in self.entry.dims[d].names}
+        return names
+
+    # -- ways
+
+    def cuts(self) -> Iterator[Way]:
+        """A way for each set of linked dims that are free: cut wherever they occur."""
+        units = {frozenset(unit) for unit in self.linked.values()}
+        for unit in sorted(units, key=sorted):
+            words = {self.word(atom) for atom in unit}
+            inputs = {name: _cut(axes, unit) for name, axes in self.inputs.items()}
+            outputs = {name: _cut(axes, unit) for name, axes in self.outputs.items()}
+            if REPLICATE in words or None in inputs.values() or None in outputs.values():
+                continue
+            if set(inputs.values()) == {REPLICATE}:
+                continue
+            whole = [n for n, place in outputs.items() if place == REPLICATE]
+            unseen = [n for n in self.gradients if inputs[n] == REPLICATE] if self.gradient else whole
+            if unseen and SUM not in words or whole and not self.adds:
+                continue
+            if any(inputs[name] == REPLICATE for name in self.branch.writes):
+                continue  # ranks would write different values
+            names = {name for name, _ in unit}
+            # Dims of two names that are cut side by side must be cut at the same places.
+            even = bool(names & self.ruled or names & self.side_by_side)
+            yield Way(inputs, {n: SUM if n in whole else p for n, p in outputs.items()}, even)
+
+    @property
+    def gradients(self) -> list[str]:
+        """The incoming gradients of an op that computes gradients."""
+        return [name for name in self.inputs if name.startswith("grad_")]
+
+    def partials(self) -> Iterator[Way]:
+        """Sums of parts go through where the op is linear: so is every gradient in what comes in."""
+        groups = [self.gradients] if self.gradient else [
+            [name for name in rule.names if name in self.inputs]
+            for rule in self.entry.sharding
+            if set(rule.names) <= {i.name for i in self.entry.inputs}
+            and rule.value(self.env, self.passed) == SUM
+        ]  # fmt: skip
+        for group in groups:
+            if group and self.adds and set(self.branch.writes) <= set(group):
+                inputs = {name: SUM if name in group else REPLICATE for name in self.inputs}
+                yield Way(inputs, dict.fromkeys(self.outputs, SUM))
+
+
+def _sizes_in(tree: ast.AST) -> set[str]:
+    """The names in an expression but for those of which it asks the number of axes alone."""
+    if isinstance(tree, ast.Name):
+        return {tree.id}
+    if isinstance(tree, ast.Call) and ast.unparse(tree.func) == "len":
+        return set()
+    return {name for child in ast.iter_child_nodes(tree) for name in _sizes_in(child)}
+
+
+def _cut(axes: list[Atom | None], unit: frozenset[Atom]) -> Place | None:
+    """The one axis of a tensor that ``unit`` cuts; None where it would cut two."""
+    found = [axis for axis, atom in enumerate(axes) if atom in unit]
+    if not found:
+        return REPLICATE
+    return found[0] if len(found) == 1 else None
