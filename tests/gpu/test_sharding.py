@@ -10,7 +10,8 @@ from tests.sharded import spawn
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two CUDA cards"
+        not torch.cuda.is_available() or torch.cuda.device_count() < 2,
+        reason="needs two CUDA cards",
     ),
 ]
 

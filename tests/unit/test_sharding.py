@@ -89,7 +89,12 @@ def test_no_collective_where_none_is_needed(count):
     with ranks(count) as mesh:
         for label, op, inputs, expected in CASES:
             args = [
-                lay(mesh, shape, at, dtype=torch.int64 if len(shape) == 1 and "rope" in label else torch.float32)
+                lay(
+                    mesh,
+                    shape,
+                    at,
+                    dtype=torch.int64 if len(shape) == 1 and "rope" in label else torch.float32,
+                )
                 for shape, at in inputs
             ]
             result, seen = counted(op, *args)

@@ -8,6 +8,8 @@ call of plain tensors comes here.
 from __future__ import annotations
 
 import itertools
+import sys
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -21,12 +23,12 @@ from tileops.engine.signature.sharding import REPLICATE, SUM, Place, Way, ways
 
 __all__ = ["register_strategies"]
 
-_registered: set[Any] = set()
+_registered: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def register_strategies(cls: Any) -> None:
-    """Tell DTensor the strategies of ``cls``, once."""
-    if cls in _registered:
+    """Tell DTensor, where it is in use, the strategies of ``cls``, once."""
+    if cls in _registered or "torch.distributed.tensor" not in sys.modules:
         return
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
@@ -70,7 +72,11 @@ def _strategies(cls: Any, branch: Branch, schema: Any) -> Any:
         outputs = [_spec(mesh, places, None) for places in _returned(cls, branch, combined)]
         strategies.append(
             OpSpec(
-                output_specs=None if not outputs else outputs[0] if len(outputs) == 1 else tuple(outputs),
+                output_specs=None
+                if not outputs
+                else outputs[0]
+                if len(outputs) == 1
+                else tuple(outputs),
                 input_specs=[targets[name] for name in given],
                 redistribute_cost=[
                     generate_redistribute_costs(given[name], targets[name]) for name in given
@@ -85,9 +91,7 @@ def _strategies(cls: Any, branch: Branch, schema: Any) -> Any:
 # ---- one combination of ways, one for each dim of the mesh --------------------------------------------
 
 
-def _arguments(
-    cls: Any, branch: Branch, combined: Sequence[Way]
-) -> dict[str, tuple[Place, ...]]:
+def _arguments(cls: Any, branch: Branch, combined: Sequence[Way]) -> dict[str, tuple[Place, ...]]:
     """Places by argument, one for each dim of the mesh."""
     wanted = {name: tuple(way.inputs[name] for way in combined) for name in combined[0].inputs}
     if branch.out:
@@ -181,6 +185,7 @@ def _refuse(
         cls.__name__,
         name,
         f"placements {tuple(specs[name].placements)}",
-        "on each dim of the mesh one of " + ", ".join(sorted(map(str, accepted)))
+        "on each dim of the mesh one of "
+        + ", ".join(sorted(map(str, accepted)))
         + ", since it is written where it lies",
     )

@@ -8,7 +8,6 @@ schema, body, fake and Autograd kernel.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from tileops.engine.boundary.dtensor import register_strategies
 from tileops.engine.boundary.gate import NAMES, QUIET, QUIET_BELOW, direct, keys_below_autograd
 from tileops.engine.boundary.hot import ABSENT, keep_hot
 from tileops.engine.boundary.instances import live_states, resolve
@@ -332,8 +332,7 @@ def _operator_source(
         give,
         "",
         f"def _fake_{index}({arguments}):",
-        # Where DTensor is in use it asks here first; see ``dtensor``.
-        "    if _loaded('torch.distributed.tensor'): _register_strategies(_cls)",
+        "    _register_strategies(_cls)",  # DTensor comes here before it asks for them
         f"    outputs, _, device = _signature(_resolve(_cls, instance_key).op, {checked})",
         f"    return {_fake_result(returned)}",
         "",
@@ -391,12 +390,6 @@ def _superfluous(self: Any, extra: tuple[Any, ...], unknown: dict[str, Any]) -> 
     refuse(entry.name, name, given, f"arguments {accepted}" if accepted else "no arguments")
 
 
-def _register_strategies(cls: Any) -> None:
-    from tileops.engine.boundary.dtensor import register_strategies
-
-    register_strategies(cls)
-
-
 def make_calls(
     cls: Any,
     entry: Entry,
@@ -443,8 +436,7 @@ def make_calls(
         "_without_autocast": torch._C._DisableAutocast,
         "_keys_below_autograd": keys_below_autograd,
         "_live": live_states(cls).get,
-        "_loaded": sys.modules.__contains__,
-        "_register_strategies": _register_strategies,
+        "_register_strategies": register_strategies,
     }
     namespace = compile_source(source, filename, namespace)
     cls.__call__ = namespace["__call__"]

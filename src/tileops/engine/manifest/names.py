@@ -208,7 +208,9 @@ class _Check:
             if rule.at is not None and rule.at not in self.params:
                 self.fail(at, f"sharding.{label}: '{rule.at}' is no parameter")
             for condition in rule.conditions:
-                unknown = sorted(condition.names - self.known | condition.presence - self.input_names)
+                unknown = sorted(
+                    condition.names - self.known | condition.presence - self.input_names
+                )
                 if unknown:
                     text = condition.text
                     self.fail(at, f"sharding.{label}: unknown name '{unknown[0]}' in {text!r}")

@@ -48,7 +48,9 @@ def parse_rule(key: str, text: object) -> ShardingRule:
     for part in key.split(","):
         match = _KEY.fullmatch(part)
         if match is None:
-            raise ExpressionError(f"{key!r} is no dim, <splice>[<param>], or list of dims or inputs")
+            raise ExpressionError(
+                f"{key!r} is no dim, <splice>[<param>], or list of dims or inputs"
+            )
         names.append(match[1])
         at = match[2] or at
     if at is not None and len(names) > 1:

@@ -82,23 +82,31 @@ def _leads(tree: ast.expr, name: str) -> bool:
     return bool(rest) and isinstance(first, ast.Starred) and ast.unparse(first.value) == name
 
 
+def _level(name: str) -> int:
+    """How often an op's name says that it computes a gradient: ``RMSNormBwdBwdOp`` is of level 2."""
+    stem, level = name.removesuffix("Op"), 0
+    while stem.endswith("Bwd"):
+        stem, level = stem.removesuffix("Bwd"), level + 1
+    return level
+
+
 class _Call:
     """The axes of one call's tensors as atoms, and which atoms belong together."""
 
-    def __init__(
-        self, op: Any, branch: Branch, inputs: Mapping[str, torch.Tensor | None]
-    ) -> None:
+    def __init__(self, op: Any, branch: Branch, inputs: Mapping[str, torch.Tensor | None]) -> None:
         self.entry: Entry = op.entry
         self.branch = branch
         given = {name: tensor for name, tensor in inputs.items() if tensor is not None}
         self.passed = frozenset(given)
         outputs, dims, _ = type(op)._signature(op, *inputs.values(), None)
-        self.gradient = self.entry.name.endswith("BwdOp")
+        self.level = _level(self.entry.name)
         self.env: dict[str, Any] = {**DTYPE_VALUES, **op._params, **dims}
         for item in self.entry.inputs:
             if item.name in given and item.dtype is not None:
                 self.env.setdefault(item.dtype.text, given[item.name].dtype)
-        tagged = {n: _sized(n, v) for n, v in dims.items() if n not in self.entry.dims and v is not None}
+        tagged = {
+            n: _sized(n, v) for n, v in dims.items() if n not in self.entry.dims and v is not None
+        }
         self.tagged = {**self.env, **tagged}
         self.linked: dict[Atom, set[Atom]] = {}
         self.blocked: set[str] = set()
@@ -197,31 +205,34 @@ class _Call:
         units = {frozenset(unit) for unit in self.linked.values()}
         for unit in sorted(units, key=sorted):
             words = {self.word(atom) for atom in unit}
-            inputs = {name: _cut(axes, unit) for name, axes in self.inputs.items()}
-            outputs = {name: _cut(axes, unit) for name, axes in self.outputs.items()}
-            if REPLICATE in words or None in inputs.values() or None in outputs.values():
+            inputs, outputs = _places(self.inputs, unit), _places(self.outputs, unit)
+            if REPLICATE in words or inputs is None or outputs is None:
                 continue
-            if set(inputs.values()) == {REPLICATE}:
+            if all(place == REPLICATE for place in inputs.values()):
                 continue
-            whole = [n for n, place in outputs.items() if place == REPLICATE]
-            unseen = [n for n in self.gradients if inputs[n] == REPLICATE] if self.gradient else whole
-            if unseen and SUM not in words or whole and not self.adds:
+            whole = [name for name, place in outputs.items() if place == REPLICATE]
+            results = (
+                [inputs[name] for name in self.gradients(1)] if self.level else outputs.values()
+            )
+            if (REPLICATE in results and SUM not in words) or (whole and not self.adds):
                 continue
             if any(inputs[name] == REPLICATE for name in self.branch.writes):
                 continue  # ranks would write different values
             names = {name for name, _ in unit}
             # Dims of two names that are cut side by side must be cut at the same places.
             even = bool(names & self.ruled or names & self.side_by_side)
-            yield Way(inputs, {n: SUM if n in whole else p for n, p in outputs.items()}, even)
+            yield Way(inputs, {**outputs, **dict.fromkeys(whole, SUM)}, even)
 
-    @property
-    def gradients(self) -> list[str]:
-        """The incoming gradients of an op that computes gradients."""
-        return [name for name in self.inputs if name.startswith("grad_")]
+    def gradients(self, level: int) -> list[str]:
+        """The gradients that come in: 1 of the results of the first op, 2 of those of its gradient."""
+        prefix = "grad_" * level
+        return [
+            n for n in self.inputs if n.startswith(prefix) and not n.startswith(prefix + "grad_")
+        ]
 
     def partials(self) -> Iterator[Way]:
         """Sums of parts go through where the op is linear: so is every gradient in what comes in."""
-        groups = [self.gradients] if self.gradient else [
+        groups = [self.gradients(self.level)] if self.level else [
             [name for name in rule.names if name in self.inputs]
             for rule in self.entry.sharding
             if set(rule.names) <= {i.name for i in self.entry.inputs}
@@ -242,9 +253,14 @@ def _sizes_in(tree: ast.AST) -> set[str]:
     return {name for child in ast.iter_child_nodes(tree) for name in _sizes_in(child)}
 
 
-def _cut(axes: list[Atom | None], unit: frozenset[Atom]) -> Place | None:
-    """The one axis of a tensor that ``unit`` cuts; None where it would cut two."""
-    found = [axis for axis, atom in enumerate(axes) if atom in unit]
-    if not found:
-        return REPLICATE
-    return found[0] if len(found) == 1 else None
+def _places(
+    tensors: Mapping[str, list[Atom | None]], unit: frozenset[Atom]
+) -> dict[str, Place] | None:
+    """The one axis of each tensor that ``unit`` cuts; None where it would cut two of one."""
+    places: dict[str, Place] = {}
+    for name, axes in tensors.items():
+        found = [axis for axis, atom in enumerate(axes) if atom in unit]
+        if len(found) > 1:
+            return None
+        places[name] = found[0] if found else REPLICATE
+    return places
