@@ -201,10 +201,12 @@ class _Check:
         dims = self.bound - set(self.entry.dims)
         for rule in self.entry.sharding:
             at, label, names = self.node.find("sharding", rule.key), rule.key, set(rule.names)
-            if not names <= dims and (rule.at is not None or not names <= self.input_names):
-                wrong = min(names - dims - self.input_names, default=min(names))
-                self.fail(at, f"sharding.{label}: '{wrong}' is no dim that a shape of an input finds, "
-                              "nor are all of these inputs")  # fmt: skip
+            wrong = sorted(names - dims - (set() if rule.at else self.input_names))
+            if wrong:
+                self.fail(at, f"sharding.{label}: '{wrong[0]}' is no dim that a shape of an input finds"
+                              + ("" if rule.at else ", and no input"))  # fmt: skip
+            if names & dims and not names <= dims:
+                self.fail(at, f"sharding.{label}: dims and inputs do not go together")
             if rule.at is not None and rule.at not in self.params:
                 self.fail(at, f"sharding.{label}: '{rule.at}' is no parameter")
             for condition in rule.conditions:

@@ -128,13 +128,18 @@ class _Call:
         while isinstance(tree, ast.IfExp):
             test = Expr(ast.unparse(tree.test)).evaluate(self.env, self.passed)
             tree = tree.body if test else tree.orelse
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "bcast":
-                self.broadcast([self.value(argument) for argument in node.args])
-            elif isinstance(node, ast.BinOp | ast.UnaryOp | ast.Call):
-                self.block(Expr(ast.unparse(node)).names)
+        assert isinstance(tree, ast.Tuple | ast.List), shape.text  # as the manifest's reader saw
+        sizes: list[Any] = []
+        for element in tree.elts:
+            inner = element.value if isinstance(element, ast.Starred) else element
+            if isinstance(inner, ast.Call) and ast.unparse(inner.func) == "bcast":
+                sizes += self.broadcast([self.value(argument) for argument in inner.args])
+            else:
+                sizes += self.value(ast.Tuple([element], ast.Load()))
+                if not isinstance(inner, ast.Name):
+                    self.block(Expr(ast.unparse(inner)).names)
         self.block(Expr(ast.unparse(tree)).names & set(self.entry.dims))
-        atoms = [getattr(size, "atom", None) for size in self.value(tree)]
+        atoms = [getattr(size, "atom", None) for size in sizes]
         for atom in atoms:
             if atom is not None:
                 self.linked.setdefault(atom, {atom})
@@ -150,13 +155,17 @@ class _Call:
             if name in self.entry.dims:
                 self.block(self.entry.dims[name].names - self.blocked)
 
-    def broadcast(self, shapes: list[Any]) -> None:
-        for axis in range(1, max(map(len, shapes), default=0) + 1):
+    def broadcast(self, shapes: list[Any]) -> list[Any]:
+        """The broadcast sizes, each with the dim of one that is so large."""
+        result = []
+        for axis in range(max(map(len, shapes), default=0), 0, -1):
             column = [shape[-axis] for shape in shapes if len(shape) >= axis]
             wide = [size for size in column if size != 1] or column
             atoms = [getattr(size, "atom", None) for size in wide]
             self.shadowed |= {s.atom for s in column if s not in wide and hasattr(s, "atom")}
             self.link([atom for atom in atoms if atom is not None])
+            result.append(wide[0])
+        return result
 
     def link(self, atoms: list[Atom]) -> None:
         joined = set().union(*(self.linked.setdefault(atom, {atom}) for atom in atoms))
