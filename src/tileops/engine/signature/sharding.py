@@ -31,8 +31,13 @@ Atom = tuple[str, int]
 
 @dataclass(frozen=True)
 class Way:
-    """Places by name; ``even``: each rank must get as much as the others."""
+    """Places by name of the tensor.
 
+    ``of``: the dims that are cut, or the inputs that are partial sums. ``even``: each rank must get as
+    much as the others.
+    """
+
+    of: frozenset[str]
     inputs: Mapping[str, Place]
     outputs: Mapping[str, Place]
     even: bool = False
@@ -61,7 +66,9 @@ def ways(op: Any, branch: Branch, inputs: Mapping[str, torch.Tensor | None]) -> 
     ``inputs``: by name, tensors of the whole shapes (no data is read).
     """
     call = _Call(op, branch, inputs)
-    same = Way(dict.fromkeys(call.inputs, REPLICATE), dict.fromkeys(call.outputs, REPLICATE))
+    same = Way(
+        frozenset(), dict.fromkeys(call.inputs, REPLICATE), dict.fromkeys(call.outputs, REPLICATE)
+    )
     return [same, *call.cuts(), *call.partials()]
 
 
@@ -230,7 +237,7 @@ class _Call:
             names = {name for name, _ in unit}
             # Dims of two names that are cut side by side must be cut at the same places.
             even = bool(names & self.ruled or names & self.side_by_side)
-            yield Way(inputs, {**outputs, **dict.fromkeys(whole, SUM)}, even)
+            yield Way(frozenset(names), inputs, {**outputs, **dict.fromkeys(whole, SUM)}, even)
 
     def gradients(self, level: int) -> list[str]:
         """The gradients that come in: 1 of the results of the first op, 2 of those of its gradient."""
@@ -250,7 +257,7 @@ class _Call:
         for group in groups:
             if group and self.adds and set(self.branch.writes) <= set(group):
                 inputs = {name: SUM if name in group else REPLICATE for name in self.inputs}
-                yield Way(inputs, dict.fromkeys(self.outputs, SUM))
+                yield Way(frozenset(group), inputs, dict.fromkeys(self.outputs, SUM))
 
 
 def _sizes_in(tree: ast.AST) -> set[str]:
