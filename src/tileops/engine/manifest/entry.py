@@ -17,7 +17,7 @@ from tileops.engine.manifest.sharding import ShardingRule, parse_rule
 
 __all__ = [
     "MISSING", "Branch", "Content", "Cost", "Entry", "Input", "Output", "Param", "ParamType",
-    "Rule", "Workload", "parse_entry", "share_sharding",
+    "Rule", "Workload", "parse_entry",
 ]  # fmt: skip
 
 
@@ -402,23 +402,6 @@ def parse_entry(name: str, node: Located, path: Path, family: str) -> Entry:
     check_names(read.fail, node, entry)
     object.__setattr__(entry, "branches", _branches(entry))
     return entry
-
-
-def share_sharding(entries: dict[str, Entry]) -> None:
-    """What is said of an op holds of its gradient, unless that says it itself."""
-    for entry in list(entries.values()):
-        backward = entries.get(entry.backward or "")
-        if backward is None or backward.sharding or not entry.sharding:
-            continue
-        known = {n for i in backward.inputs for n in i.shape.names} | set(backward.dims)
-        known |= backward.shape_params | set(backward.dtypes) | set(DTYPES)
-        for condition in (c for rule in entry.sharding for c in rule.conditions):
-            unknown = sorted(condition.names - known)
-            if unknown:
-                raise ManifestError(backward.where, backward.name, (
-                    f"sharding: it has none, and that of {entry.name} asks for '{unknown[0]}', "
-                    "which it does not know"))  # fmt: skip
-        object.__setattr__(backward, "sharding", entry.sharding)
 
 
 def _branches(entry: Entry) -> tuple[Branch, ...]:

@@ -7,11 +7,15 @@ import ast
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tileops.engine.manifest.expr import Expr, ExpressionError, parse
+from tileops.engine.errors import ManifestError
+from tileops.engine.manifest.expr import DTYPES, Expr, ExpressionError, parse
 
-__all__ = ["WORDS", "ShardingRule", "parse_rule"]
+if TYPE_CHECKING:
+    from tileops.engine.manifest.entry import Entry
+
+__all__ = ["WORDS", "ShardingRule", "parse_rule", "share_sharding"]
 
 WORDS = ("shard", "replicate", "sum")
 _KEY = re.compile(r"\s*([A-Za-z]\w*)\s*(?:\[\s*([A-Za-z]\w*)\s*\])?\s*")
@@ -61,6 +65,23 @@ def parse_rule(key: str, text: object) -> ShardingRule:
             shown = ast.unparse(leaf)
             raise ExpressionError(f"{shown!r} is none of {', '.join(WORDS)}")
     return ShardingRule(key, tuple(names), at, word)
+
+
+def share_sharding(entries: dict[str, Entry]) -> None:
+    """What is said of an op holds of its gradient, unless that says it itself."""
+    for entry in list(entries.values()):
+        backward = entries.get(entry.backward or "")
+        if backward is None or backward.sharding or not entry.sharding:
+            continue
+        known = {n for i in backward.inputs for n in i.shape.names} | set(backward.dims)
+        known |= backward.shape_params | set(backward.dtypes) | set(DTYPES)
+        for condition in (c for rule in entry.sharding for c in rule.conditions):
+            unknown = sorted(condition.names - known)
+            if unknown:
+                raise ManifestError(backward.where, backward.name, (
+                    f"sharding: it has none, and that of {entry.name} asks for '{unknown[0]}', "
+                    "which it does not know"))  # fmt: skip
+        object.__setattr__(backward, "sharding", entry.sharding)
 
 
 def _leaves(node: ast.expr) -> list[ast.expr]:
