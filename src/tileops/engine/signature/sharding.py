@@ -106,7 +106,8 @@ class _Call:
         given = {name: tensor for name, tensor in inputs.items() if tensor is not None}
         self.passed = frozenset(given)
         outputs, dims, _ = type(op)._signature(op, *inputs.values(), None)
-        self.level = _level(self.entry.name)
+        comes_in = any(item.name.startswith("grad_") for item in self.entry.inputs)
+        self.level = _level(self.entry.name) if comes_in else 0
         self.env: dict[str, Any] = {**DTYPE_VALUES, **op._params, **dims}
         for item in self.entry.inputs:
             if item.name in given and item.dtype is not None:
