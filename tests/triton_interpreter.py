@@ -8,7 +8,7 @@ included, stays an ordinary test of its own process::
 
     @interpreted
     def launch(x, eps):                    # runs in the child; arguments and result are pickled
-        from tileops.norm.kernels.rms_norm import RegisterRow
+        from tileops.norm.kernels.rows import RegisterRow
         ...
         return y
 

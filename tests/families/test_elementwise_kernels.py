@@ -34,17 +34,6 @@ def run_silu(x, inplace, candidate=None):
         return run_entry(entry, call, x), x
 
 
-@interpreted
-def run_silu_and_mul(x, candidate=None):
-    from tileops.elementwise.kernels.silu_and_mul import SiluAndMul
-
-    shape = (*x.shape[:-1], x.shape[-1] // 2)
-    call = call_of("SiLUAndMulFwdOp", {"input": x}, shapes(x.device, output=(shape, x.dtype)))
-    entries = [SiluAndMul.entry_for(call), *SiluAndMul.candidates(call)]
-    with poison():
-        return run_entry(entries[0 if candidate is None else candidate + 1], call, x)
-
-
 def silu64(x):
     x = x.double()
     return x / (1 + torch.exp(-x))
@@ -79,35 +68,10 @@ def test_silu_candidates(candidate):
     check(run_silu(x, False, candidate)[0], silu64(x))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-# Rows: several to a tile (odd, prime, even), one to a tile, and several tiles to a row.
-@pytest.mark.parametrize(
-    "shape", [(0, 8), (5, 0), (1, 1), (67, 13), (33, 96), (3, 2048), (2, 2050), (2, 5120)]
-)
-def test_silu_and_mul(shape, dtype):
-    rows, columns = shape
-    x = torch.randn(rows, 2 * columns).to(dtype)
-    gate, up = x[:, :columns], x[:, columns:]
-    check(run_silu_and_mul(x), silu64(gate) * up.double())
-
-
-@pytest.mark.parametrize("shape", [(10,), (2, 3, 10), (2, 0, 10)])
-def test_silu_and_mul_with_any_leading_axes(shape):
-    x = torch.randn(shape)
-    check(run_silu_and_mul(x), silu64(x[..., :5]) * x[..., 5:].double())
-
-
-@pytest.mark.parametrize("candidate", range(5))
-def test_silu_and_mul_candidates(candidate):
-    x = torch.randn(7, 2 * 5008, dtype=torch.float16)
-    check(run_silu_and_mul(x, candidate), silu64(x[:, :5008]) * x[:, 5008:].double())
-
-
 def entries(arch, dtype):
     from tileops.elementwise.kernels.silu import Silu
-    from tileops.elementwise.kernels.silu_and_mul import SiluAndMul
 
-    for kernel, shape in ((Silu, (2048, 14336)), (SiluAndMul, (2048, 28672))):
+    for kernel, shape in ((Silu, (2048, 14336)),):
         given = shapes(input=(shape, dtype), output=(shape, dtype))
         call = call_of("op", {"input": given["input"]}, {"output": given["output"]}, arch=arch)
         yield kernel.entry_for(call)
@@ -130,9 +94,8 @@ def test_compiles_to_wide_accesses(arch, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_compiles_every_candidate(arch, dtype):
     from tileops.elementwise.kernels.silu import Silu
-    from tileops.elementwise.kernels.silu_and_mul import SiluAndMul
 
-    for kernel, shape in ((Silu, (64, 99)), (SiluAndMul, (64, 198)), (SiluAndMul, (64, 4096))):
+    for kernel, shape in ((Silu, (64, 99)),):
         given = shapes(input=(shape, dtype), output=(shape, dtype))
         call = call_of("op", {"input": given["input"]}, {"output": given["output"]}, arch=arch)
         for entry in kernel.candidates(call):
@@ -152,18 +115,15 @@ def test_misaligned_input_is_another_build():
 
 def test_float64_is_left_to_the_decomposition():
     from tileops.elementwise.kernels.silu import Silu
-    from tileops.elementwise.kernels.silu_and_mul import SiluAndMul
 
     call = call_of("op", shapes(input=((4, 8), torch.float64)), shapes())
     assert "float64" in Silu.refuses(call)
-    assert "float64" in SiluAndMul.refuses(call)
 
 
 def test_batch_size_is_not_in_the_identity():
     from tileops.elementwise.kernels.silu import Silu
-    from tileops.elementwise.kernels.silu_and_mul import SiluAndMul
 
-    for kernel in (Silu, SiluAndMul):
+    for kernel in (Silu,):
         calls = [
             call_of("op", shapes(input=((rows, 4096), torch.float16)), shapes()) for rows in (1, 77)
         ]

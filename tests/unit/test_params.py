@@ -106,6 +106,9 @@ ACCEPTED = [
     ("device", "cpu", torch.device("cpu")),
     ("device", torch.device("cuda", 1), torch.device("cuda", 1)),
     ("ints", 4, (4,)),
+    ("axes", -1, (-1,)),
+    ("axes", [2, -1], (2, -1)),
+    ("axes", (), ()),
     ("ints", [4, 5], (4, 5)),
     ("ints", (), ()),
     ("ints", torch.Size([4]), (4,)),
@@ -153,6 +156,8 @@ REJECTED = [
     ("dtype(float16,int8)", torch.float32, "torch.float32 (dtype)", "a torch dtype (float16, int8)"),
     ("device", "nowhere", "'nowhere' (str)", "a device"),
     ("device", True, "True (bool)", "a device"),
+    ("axes", True, "True (bool)", "an axis (int), or a list or tuple of axes"),
+    ("axes", [0.0], "[0.0] (list)", "axes"),
     ("ints", -1, "-1 (int)", "a list or tuple of non-negative ints, or one int"),
     ("ints", [1, -1], "[1, -1] (list)", "non-negative"),
     ("ints", [True], "[True] (list)", "ints"),
@@ -255,7 +260,7 @@ def test_keys_are_what_the_design_says():
 
 
 def test_a_value_without_a_literal_makes_the_key_unique():
-    for value in (object(), Unregistered(1), torch.complex64, [1], {"a": 1}, np.float32(1)):
+    for value in (object(), Unregistered(1), torch.complex32, [1], {"a": 1}, np.float32(1)):
         keys = [key_of("ThingFwdOp", {"p": value}, None) for _ in range(2)]
         assert keys[0][0] != keys[1][0]
         assert not keys[0][1]

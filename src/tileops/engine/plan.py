@@ -152,7 +152,7 @@ def call_spec(
         outputs={o.name: out_spec(n, outputs[n]) for n, o in enumerate(entry.outputs)},
         device=targets.device_facts(device),
         written=written,
-        key=op._instance_key,
+        key=repr(op),
     )  # fmt: skip
     return call, branch
 
@@ -388,7 +388,9 @@ def _place(op: Any, facts: Any, arguments: tuple[Any, ...], dims: Any) -> tuple[
     if region is None:
         return facts, ()
     seen = tuple(
-        None if t is None else (t.dtype, t.device, t.is_contiguous(), t.data_ptr() & 15, t.is_neg())
+        None
+        if t is None
+        else (t.dtype, t.device, t.is_contiguous(), t.data_ptr() & 15, t.is_neg(), t.is_conj())
         for t in arguments
     )
     fixed = tuple(size for name, size in dims.items() if name not in grows)

@@ -1,4 +1,4 @@
-"""Batch normalisation."""
+"""Batch normalisation and its gradient."""
 
 from __future__ import annotations
 
@@ -58,3 +58,36 @@ class BatchNormFwdOp(Op):
             running_mean.lerp(mean, momentum),
             running_var.lerp(unbiased, momentum),
         )
+
+
+class BatchNormBwdOp(Op):
+    """The gradients of a training ``BatchNormFwdOp``: ``(dinput, dweight, dbias)``.
+
+    ``doutput``, ``input``, ``dinput``: ``[B, C, *L]``; the rest is float32 ``[C]``. With
+    ``n = (input - save_mean) save_invstd``: ``dbias`` and ``dweight`` are the sums of ``doutput`` and
+    ``doutput n`` over all but the channels; ``dinput = weight save_invstd (doutput - mean(doutput) -
+    n mean(doutput n))``. API: ``torch.ops.aten.native_batch_norm_backward`` in training.
+    """
+
+    @staticmethod
+    def decomposition(
+        doutput: torch.Tensor,
+        input: torch.Tensor,
+        save_mean: torch.Tensor,
+        save_invstd: torch.Tensor,
+        weight: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        scale = torch.ones_like(save_mean) if weight is None else weight
+        dinput, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
+            doutput.float(),
+            input.float(),
+            scale,
+            None,
+            None,
+            save_mean,
+            save_invstd,
+            True,
+            0.0,
+            [True, True, True],
+        )
+        return dinput.to(input.dtype), dweight, dbias

@@ -15,16 +15,17 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from tileops.engine.boundary.dtensor import register_strategies
+from tileops.engine.boundary.function import differentiable
 from tileops.engine.boundary.gate import NAMES, QUIET, QUIET_BELOW, direct, keys_below_autograd
 from tileops.engine.boundary.hot import ABSENT, keep_hot
-from tileops.engine.boundary.instances import live_states, resolve
+from tileops.engine.boundary.instances import live_states, resolve, resolve_fake
 from tileops.engine.boundary.naming import operator_base_name
 from tileops.engine.boundary.owners import Owner
 from tileops.engine.boundary.refusals import (
     refuse_tangents,
     refuse_without_storage,
     refuse_written_grad,
-    refusing_function,
 )
 from tileops.engine.boundary.schema import returned_of, schema_of
 from tileops.engine.manifest.entry import Branch, Entry
@@ -113,6 +114,7 @@ def _facts(entry: Entry, names: list[str]) -> str:
     parts = ["_epoch.now", "_context()"]
     optional = {i.name for i in entry.inputs if i.optional}
     mutated = {i.name for i in entry.inputs if i.mutated is not None}
+    conjugated = {i.name for i in entry.inputs if entry.may_be_complex(i)}
     for name in [*names, *(["out"] if entry.has_out else [])]:
         # Whether a written tensor overlaps itself depends on all its strides.
         layout = "stride()" if name in mutated else "is_contiguous()"
@@ -120,6 +122,8 @@ def _facts(entry: Entry, names: list[str]) -> str:
             f"{name}.shape, {name}.dtype, {name}.device, {name}.{layout}, "
             f"{name}.data_ptr() & 15, {name}.is_neg()"
         )
+        if name in conjugated:
+            facts += f", {name}.is_conj()"
         if name in optional or name == "out":
             parts.append(f"None if {name} is None else ({facts})")
         else:
@@ -333,20 +337,22 @@ def _operator_source(
         give,
         "",
         f"def _fake_{index}({arguments}):",
-        f"    outputs, _, device = _signature(_resolve(_cls, instance_key).op, {checked})",
+        "    _register_strategies(_cls)",  # DTensor comes here before it asks for them
+        f"    outputs, _, device = _signature(_resolve_fake(_cls, instance_key), {checked})",
         f"    return {_fake_result(returned)}",
         "",
         f"def _autograd_{index}({arguments}):",
         # What compiled code calls: where a guard takes the call there is nothing to decide.
         *(shortcut if len(returned) == len(entry.outputs) and not written else []),
-        f"    if _grad_enabled() and ({each('{}.requires_grad', ' or ')}):",
     ]
+    if written or returned:
+        lines.append(f"    if _grad_enabled() and ({each('{}.requires_grad', ' or ')}):")
     if written:
         lines.append(
             f"        _refuse_written_grad(_cls, {_mapping(written)}, {_mapping(tensors)})"
         )
     if returned:
-        lines.append(f"        return _refuse_{index}({arguments})")
+        lines.append(f"        return _differentiable_{index}({arguments})")
     lines += [
         "    if _forward_level() >= 0:",
         f"        _refuse_tangents(_cls, ({', '.join(tensors)},))",
@@ -397,11 +403,12 @@ def make_calls(
     make_plan: Callable[..., Any],
     epoch: Any,
     context_target: Callable[[], str | None],
+    gradient_of: Callable[[Any], Any],
 ) -> Boundary:
     """Define the operators of ``cls`` and give it its generated methods.
 
-    ``make_plan``, ``epoch`` (its ``now``) and ``context_target`` are handed in: the boundary knows no
-    targets.
+    ``make_plan``, ``epoch`` (its ``now``), ``context_target`` and ``gradient_of`` are handed in: the
+    boundary knows no targets and makes no classes.
     """
     branches = entry.branches if entry.has_boundary else ()
     source = calls_source(entry, branches, cls._growth is not None)
@@ -419,11 +426,13 @@ def make_calls(
         "_epoch": epoch,
         "_context": context_target,
         "_make_plan": make_plan,
+        "_gradient_of": gradient_of,
         "_keep_hot": keep_hot,
         "_ABSENT": ABSENT,
         "_growth": cls._growth,
         **NAMES,
         "_resolve": resolve,
+        "_resolve_fake": resolve_fake,
         "_signature": cls._signature,
         "_empty": torch.empty,
         "_bump_version": torch.autograd.graph.increment_version,
@@ -436,6 +445,7 @@ def make_calls(
         "_without_autocast": torch._C._DisableAutocast,
         "_keys_below_autograd": keys_below_autograd,
         "_live": live_states(cls).get,
+        "_register_strategies": register_strategies,
     }
     namespace = compile_source(source, filename, namespace)
     cls.__call__ = namespace["__call__"]
@@ -464,17 +474,21 @@ def _define(
 ) -> Boundary:
     library = torch.library.Library("tileops", "FRAGMENT")
     operators = []
+    # Else a compiler takes two equal calls for one, and may repeat one in the backward pass.
+    tags = (torch.Tag.nondeterministic_seeded,) if cls.random else ()
     for index, branch in enumerate(branches):
         name = base + branch.suffix
         schema = schema_of(entry, branch)
-        library.define(name + schema)
+        library.define(name + schema, tags=tags)
         overload = getattr(torch.ops.tileops, name).default
         library.impl(name, namespace[f"_body_{index}"], "CompositeExplicitAutograd")
         torch.library.register_fake(f"tileops::{name}", namespace[f"_fake_{index}"], lib=library)
         library.impl(name, namespace[f"_autograd_{index}"], "Autograd")
         library.impl(name, _refusing_nested(cls, overload), "AutogradNestedTensor")
         namespace[f"_op_{index}"] = overload
-        namespace[f"_refuse_{index}"] = refusing_function(cls, overload, name)
+        namespace[f"_differentiable_{index}"] = differentiable(
+            cls, overload, branch, namespace[f"_body_{index}"], namespace["_gradient_of"]
+        )
         operators.append(Operator(f"tileops::{name}", schema, branch, overload))
     return Boundary(tuple(operators), library)
 
