@@ -339,7 +339,7 @@ def test_constructors(name, seed):
     cls = op_classes()[name]
     op, _ = sample(name, seed)
     params = dict(op._params)
-    for bad in (object(), {"a": 1}, lambda: 1, torch.ones(2), 1j, b"x"):
+    for bad in (object(), {"a": 1}, lambda: 1, torch.ones(2, 2), 1j, b"x"):
         for param in cls.entry.params:
             with pytest.raises(CheckError) as caught:
                 cls(**{**params, param.name: bad})
