@@ -16,6 +16,7 @@ import torch
 from torch.autograd import forward_ad
 
 from tileops.engine.boundary.dtensor import register_strategies
+from tileops.engine.boundary.function import differentiable
 from tileops.engine.boundary.gate import NAMES, QUIET, QUIET_BELOW, direct, keys_below_autograd
 from tileops.engine.boundary.hot import ABSENT, keep_hot
 from tileops.engine.boundary.instances import live_states, resolve
@@ -25,8 +26,7 @@ from tileops.engine.boundary.refusals import (
     refuse_tangents,
     refuse_without_storage,
     refuse_written_grad,
-    refusing_function,
-)
+)  # fmt: skip
 from tileops.engine.boundary.schema import returned_of, schema_of
 from tileops.engine.manifest.entry import Branch, Entry
 from tileops.engine.manifest.expr import Expr
@@ -339,14 +339,15 @@ def _operator_source(
         f"def _autograd_{index}({arguments}):",
         # What compiled code calls: where a guard takes the call there is nothing to decide.
         *(shortcut if len(returned) == len(entry.outputs) and not written else []),
-        f"    if _grad_enabled() and ({each('{}.requires_grad', ' or ')}):",
     ]
+    if written or returned:
+        lines.append(f"    if _grad_enabled() and ({each('{}.requires_grad', ' or ')}):")
     if written:
         lines.append(
             f"        _refuse_written_grad(_cls, {_mapping(written)}, {_mapping(tensors)})"
         )
     if returned:
-        lines.append(f"        return _refuse_{index}({arguments})")
+        lines.append(f"        return _differentiable_{index}({arguments})")
     lines += [
         "    if _forward_level() >= 0:",
         f"        _refuse_tangents(_cls, ({', '.join(tensors)},))",
@@ -397,11 +398,12 @@ def make_calls(
     make_plan: Callable[..., Any],
     epoch: Any,
     context_target: Callable[[], str | None],
+    gradient_of: Callable[[Any], Any],
 ) -> Boundary:
     """Define the operators of ``cls`` and give it its generated methods.
 
-    ``make_plan``, ``epoch`` (its ``now``) and ``context_target`` are handed in: the boundary knows no
-    targets.
+    ``make_plan``, ``epoch`` (its ``now``), ``context_target`` and ``gradient_of`` are handed in: the
+    boundary knows no targets and makes no classes.
     """
     branches = entry.branches if entry.has_boundary else ()
     source = calls_source(entry, branches, cls._growth is not None)
@@ -419,6 +421,7 @@ def make_calls(
         "_epoch": epoch,
         "_context": context_target,
         "_make_plan": make_plan,
+        "_gradient_of": gradient_of,
         "_keep_hot": keep_hot,
         "_ABSENT": ABSENT,
         "_growth": cls._growth,
@@ -475,22 +478,21 @@ def _define(
         library.impl(name, namespace[f"_autograd_{index}"], "Autograd")
         library.impl(name, _refusing_nested(cls, overload), "AutogradNestedTensor")
         namespace[f"_op_{index}"] = overload
-        namespace[f"_refuse_{index}"] = refusing_function(cls, overload, name)
+        namespace[f"_differentiable_{index}"] = differentiable(
+            cls, overload, branch, namespace[f"_body_{index}"], namespace["_gradient_of"]
+        )
         operators.append(Operator(f"tileops::{name}", schema, branch, overload))
     return Boundary(tuple(operators), library)
 
 
 def call_signature(entry: Entry) -> inspect.Signature:
     """The signature a reader of ``help(op)`` sees."""
-    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    positional, keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    parameters = [inspect.Parameter("self", positional)]
     for item in (*entry.positional_inputs, *(i for i in entry.inputs if i.kw_only)):
-        kind = (
-            inspect.Parameter.KEYWORD_ONLY
-            if item.kw_only
-            else inspect.Parameter.POSITIONAL_OR_KEYWORD
-        )
         default = None if item.optional else inspect.Parameter.empty
+        kind = keyword if item.kw_only else positional
         parameters.append(inspect.Parameter(item.name, kind, default=default))
     if entry.has_out:
-        parameters.append(inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, default=None))
+        parameters.append(inspect.Parameter("out", keyword, default=None))
     return inspect.Signature(parameters)
