@@ -113,8 +113,13 @@ def _possible(
     specs: dict[str, Any],
     written: list[str],
 ) -> bool:
-    """Whether the arguments can be brought there: what is written stays where it is, no partial sum is
-    made of whole values, and parts are even where they must be."""
+    """Whether the arguments may be brought there: what is written stays where it is, no partial sum is
+    made of whole values, ranks that all hold the same go on doing so, and parts are even where they
+    must be."""
+    for index, way in enumerate(combined):
+        cut = any(isinstance(place, int) for place in way.inputs.values())
+        if cut and not any(_is_cut(spec.placements[index]) for spec in specs.values()):
+            return False
     for name, places in wanted.items():
         now, shape = specs[name].placements, specs[name].shape
         if name in written and tuple(map(_placement, places)) != tuple(now):
@@ -128,6 +133,10 @@ def _possible(
                 if way.even and not _divides(parts[place], shape[place]):
                     return False
     return True
+
+
+def _is_cut(placement: Any) -> bool:
+    return not (placement.is_replicate() or placement.is_partial())
 
 
 def _divides(parts: int, size: Any) -> bool:

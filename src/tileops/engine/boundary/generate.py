@@ -26,7 +26,7 @@ from tileops.engine.boundary.refusals import (
     refuse_tangents,
     refuse_without_storage,
     refuse_written_grad,
-)
+)  # fmt: skip
 from tileops.engine.boundary.schema import returned_of, schema_of
 from tileops.engine.manifest.entry import Branch, Entry
 from tileops.engine.manifest.expr import Expr
@@ -495,15 +495,12 @@ def _define(
 
 def call_signature(entry: Entry) -> inspect.Signature:
     """The signature a reader of ``help(op)`` sees."""
-    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    positional, keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    parameters = [inspect.Parameter("self", positional)]
     for item in (*entry.positional_inputs, *(i for i in entry.inputs if i.kw_only)):
-        kind = (
-            inspect.Parameter.KEYWORD_ONLY
-            if item.kw_only
-            else inspect.Parameter.POSITIONAL_OR_KEYWORD
-        )
         default = None if item.optional else inspect.Parameter.empty
+        kind = keyword if item.kw_only else positional
         parameters.append(inspect.Parameter(item.name, kind, default=default))
     if entry.has_out:
-        parameters.append(inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, default=None))
+        parameters.append(inspect.Parameter("out", keyword, default=None))
     return inspect.Signature(parameters)
