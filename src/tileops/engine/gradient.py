@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import threading
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -31,12 +34,27 @@ class Gradient:
     """The class of its backward op."""
     wiring: Wiring
 
-    def op(self, state: OpState, wants: tuple[bool, ...]) -> Any:
-        """The backward op of a forward op, for the gradients that are wanted."""
-        found = state.gradients.get(wants)
-        if found is None:
-            found = state.gradients[wants] = self._make(state.op, wants)
-        return found
+    context_target = staticmethod(targets.context_target)
+
+    def call(
+        self,
+        state: OpState,
+        wants: tuple[bool, ...],
+        target: str | None,
+        args: list[Any],
+        named: dict[str, Any],
+    ) -> tuple[Any, ...]:
+        """The gradients that are wanted, None for the others. ``target``: that of the forward's
+        ``use_target``, which autograd's own threads do not see."""
+        op = state.gradients.get(wants)
+        if op is None:
+            op = state.gradients[wants] = self._make(state.op, wants)
+        if target is None or targets.context_target() is not None:
+            results = op(*args, **named)
+        else:
+            with targets.use_target(target):
+                results = op(*args, **named)
+        return results if len(wants) > 1 else (results,)
 
     def _make(self, op: Any, wants: tuple[bool, ...]) -> Any:
         target = op.target
@@ -97,13 +115,32 @@ def _derived(cls: Any) -> Gradient | None:
         "decomposition": staticmethod(_vjp(cls.decomposition, cls.entry, wiring)),
         "kernel": KernelInterface(compiled_from=pays),
     }
-    derived = type(Op)(entry.name, (Op,), body, entry=entry)  # type: ignore[call-arg]
+    derived = types.new_class(
+        entry.name, (Op,), {"entry": entry}, lambda namespace: namespace.update(body)
+    )
     return Gradient(cls, derived, wiring)
 
 
-def _vjp(
-    decomposition: Callable[..., Any], entry: Entry, wiring: Wiring
-) -> Callable[..., Any]:
+_NOTHING = contextlib.nullcontext()
+
+
+@lru_cache(maxsize=1)
+def _autocast_keys() -> Any:
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    for name in vars(torch._C.DispatchKey):
+        if name.startswith("Autocast"):
+            keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+    return keys
+
+
+def _as_at_the_top() -> Any:
+    """Inside an operator the dispatcher has been passed, and a transform that began there would be
+    passed by too: forget how far the dispatcher has come, but for autocast, which stays off."""
+    excluded = torch._C._dispatch_tls_local_exclude_set() & _autocast_keys()
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
+def _vjp(decomposition: Callable[..., Any], entry: Entry, wiring: Wiring) -> Callable[..., Any]:
     """The decomposition of the derived backward op."""
     count = len(wiring.outputs)
     outputs = [n for n, o in enumerate(entry.outputs) if o.name in wiring.outputs]
@@ -128,8 +165,9 @@ def _vjp(
             results = results if isinstance(results, tuple) else (results,)
             return tuple(results[outputs[n]] for n in given)
 
-        _, pull = torch.func.vjp(forward, *(inputs[place] for place in wanted))
-        found = dict(zip(wanted, pull(tuple(grads[n] for n in given)), strict=True))
+        with _NOTHING if torch.compiler.is_compiling() else _as_at_the_top():
+            pull = torch.func.vjp(forward, *(inputs[place] for place in wanted))[1]
+            found = dict(zip(wanted, pull(tuple(grads[n] for n in given)), strict=True))
         results = tuple(found.get(place) for place in places)
         return results[0] if len(results) == 1 else results
 
