@@ -18,6 +18,7 @@ from tests.op_kernels import check_kernel, cuda_call, entry_of, prepared, run_ke
 from tests.oracle import exact
 from tileops.elementwise import (
     AddFwdOp,
+    AlibiFwdOp,
     ClampTensorFwdOp,
     DropoutFwdOp,
     EqFwdOp,
@@ -30,6 +31,7 @@ from tileops.elementwise import (
     RemainderFwdOp,
     SigmoidFwdOp,
     SiLUFwdOp,
+    SinusoidalFwdOp,
     WhereFwdOp,
 )
 from tileops.elementwise.kernels.pointwise import collapsed
@@ -270,6 +272,17 @@ def test_dropout_by_the_seed_of_torch():
     # 5 standard deviations of the mean of 3000.
     assert abs((drawn == 0).float().mean() - 0.25) < 5 * math.sqrt(0.25 * 0.75 / 3000)
     assert torch.equal(drawn[drawn != 0], torch.full_like(drawn[drawn != 0], 1 / 0.75))
+
+
+# ---- generators ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_generators(dtype):
+    for length, heads in ((1, 1), (5, 8), (37, 12)):
+        check_kernel(AlibiFwdOp(seq_len=length, num_heads=heads, out_dtype=dtype), {})
+    for length, width in ((1, 2), (70, 10), (3, 8194)):
+        check_kernel(SinusoidalFwdOp(seq_len=length, d_model=width, out_dtype=dtype), {})
 
 
 # ---- what the compiler says ------------------------------------------------------------------------------
