@@ -63,7 +63,10 @@ def values(shape, dtype):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_workloads(name, seed):
+    stated = op_classes()[name].entry.workloads
     for _, workload in workloads_in_every_dtype(name):
+        if workload not in stated and workload.label != stated[0].label:
+            continue  # every workload in its dtype, and the first in every other
         made = workload_call(name, workload, seed, 128)
         dropped = name != "DropoutFwdOp" or made.op.training
         if "float64" not in workload.dtypes.values() and dropped:
@@ -146,10 +149,13 @@ PAIRS = [
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_broadcasting(first, second):
-    for dtype in (torch.float16, torch.float32, torch.int8, torch.int64, torch.bool):
+    for op, dtype in (
+        (AddFwdOp(), torch.float16),
+        (AddFwdOp(), torch.bool),
+        (EqFwdOp(), torch.int64),
+    ):
         for a, b in ((first, second), (second, first)):
-            for op in (AddFwdOp(), EqFwdOp()):
-                check_kernel(op, {"input": values(a, dtype), "other": values(b, dtype)})
+            check_kernel(op, {"input": values(a, dtype), "other": values(b, dtype)})
 
 
 def test_three_tensors():
