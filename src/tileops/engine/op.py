@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from tileops.engine import targets
+from tileops.engine.boundary.gate import direct
 from tileops.engine.boundary.generate import MISSING_ARGUMENT, Boundary, _superfluous, make_calls
 from tileops.engine.boundary.growth import Growth, growth_of
 from tileops.engine.boundary.instances import OpState, state_of
@@ -202,9 +203,22 @@ class Op:
             raise NotImplementedError(f"{entry.name}: a composition must define forward")
         if entry.inputs:
             return self(*args, **kwargs)
+        if not torch.compiler.is_dynamo_compiling() and direct():
+            device = self._params.get("device") or torch.get_default_device()
+            if getattr(type(self).kernel, device.type, ()):
+                return self._generated(device)
         decomposition = type(self).decomposition
         assert decomposition is not None
         return decomposition(**self._params)
+
+    def _generated(self, device: torch.device) -> Any:
+        """The call of an op without call-time tensors where it has kernels of its own."""
+        state = self._state
+        index = torch.cuda.current_device() if device.index is None else device.index
+        facts = (targets.epoch.now, targets.context_target(), device.type, index)
+        plan = state.plans.get(facts) or _plan(state, facts, ())
+        state.last = plan
+        return plan.run()
 
     def _call_checked(
         self, extra: tuple[Any, ...], unknown: dict[str, Any], arguments: tuple[Any, ...]
