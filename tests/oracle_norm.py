@@ -117,6 +117,8 @@ def fused_add_rms_norm_quant(
     quotient = values / scale
     if op.quant_dtype is torch.int8:
         quotient = torch.where(quotient.isnan(), 0.0, quotient).round().clamp(-128, 127)
+    else:
+        quotient = quotient.clamp(-448, 448).to(op.quant_dtype).double()
     return (quotient, scale, total), {}
 
 

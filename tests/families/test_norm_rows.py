@@ -67,7 +67,7 @@ def call_for(op, inputs, **facts):
     specs, *_ = type(op)._signature(op, *given, None)
     device = next(iter(inputs.values())).device
     outputs = {
-        output.name: TensorSpec.contiguous_of(tuple(spec[0]), spec[1], device)
+        output.name: spec and TensorSpec.contiguous_of(tuple(spec[0]), spec[1], device)
         for output, spec in zip(op.entry.outputs, specs, strict=True)
     }
     return call_of(type(op).__name__, whole, outputs, params=op._params, **facts)
