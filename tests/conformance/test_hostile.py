@@ -330,7 +330,9 @@ def test_nan_and_infinity_everywhere(name, argument, value, seed):
     if name == "BatchNormFwdOp" and math.isinf(value):
         pytest.skip("the mean of infinities is NaN by torch.var_mean and infinite by torch.mean")
     if name in ("GroupNormFwdOp", "InstanceNormFwdOp") and argument == "weight":
-        pytest.skip("torch.group_norm multiplies the mean by the weight too: infinity less infinity")
+        pytest.skip(
+            "torch.group_norm multiplies the mean by the weight too: infinity less infinity"
+        )
     if name == "GELUFwdOp" and value > 0:
         pytest.skip("torch 2.13's vectorised gelu gives NaN for infinity on the CPU")
     check(op, {**inputs, argument: torch.full_like(tensor, value)})

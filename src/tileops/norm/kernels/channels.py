@@ -35,8 +35,8 @@ TILE = 2048
 """Elements of a tile where channels are split."""
 SPLITS = 64
 """Most programs to a channel."""
-TURNS = 4
-"""Tiles to a program of the second kernels."""
+TURNS = 2
+"""Tiles to a program of the second kernels, which each read all sums of their channels."""
 
 FORWARD = ("x", "running_mean", "running_var", "weight", "bias")
 BACKWARD = ("grad", "x", "save_mean", "save_invstd", "weight")
@@ -54,6 +54,8 @@ class Channels:
     spatial: int
     count: int
     """Elements of a channel."""
+    dependent: bool
+    """Whether kernels may be launched while the stream's previous one still ends."""
 
     @classmethod
     def of(cls, call: CallSpec) -> Channels:
@@ -64,7 +66,8 @@ class Channels:
         x = given["x"]
         spatial = math.prod(x.shape[2:])
         outputs = tuple(call.outputs.values())
-        return cls(x, given, outputs, x.shape[1], spatial, x.shape[0] * spatial)
+        count, dependent = x.shape[0] * spatial, call.device.arch >= (9, 0)
+        return cls(x, given, outputs, x.shape[1], spatial, count, dependent)
 
     @property
     def unsupported(self) -> str | None:
@@ -82,7 +85,7 @@ class Channels:
         elements = next_power_of_2(self.count)
         # Adjacent channels make wide reads where a channel's elements are not adjacent themselves.
         most = next_power_of_2(self.channels) if self.spatial == 1 else 1
-        return elements, min(most, max(8, TILE // elements))
+        return elements, min(most, 64, max(8, most // 128))
 
     @property
     def split_tile(self) -> tuple[int, int]:
@@ -110,16 +113,18 @@ class Channels:
         absent_here = {"save_mean", "save_invstd", "parts"} if evaluates else set()
         signature = tuple((n, kinds[n]) for n in arguments if n in kinds and n not in absent_here)
         absent = {n: None for n in arguments if n not in kinds or n in absent_here}
-        sizes = {"C": self.channels, "L": self.spatial, "E": tile[0], "CB": tile[1], "WIDE": wide}
+        sizes = {"C": self.channels, "L": self.spatial, "E": tile[0], "CB": tile[1]}
+        switches = {"WIDE": wide, "DEPENDENT": self.dependent}
         return TritonBuild(
             f"{DEVICE}:{fn}",
             signature,
-            tuple({**absent, **sizes, **constants}.items()),
+            tuple({**absent, **sizes, **switches, **constants}.items()),
             num_warps=min(16, max(1, math.prod(tile) // 512)),
             num_stages=1,
             aligned=tuple(
                 n for n, _ in signature if n in ("x", "grad", "y", "grad_x") and self.aligned
             ),
+            options=(("launch_pdl", True),) if self.dependent else (),
         )
 
     @property
@@ -127,13 +132,13 @@ class Channels:
         """Whether what is large begins at multiples of 16 bytes."""
         return all(s.aligned for n, s in self.given.items() if n in ("x", "grad"))
 
-    def grids(self, call: CallSpec, tile: tuple[int, int]) -> tuple[int, int, int]:
+    def grids(self, call: CallSpec, tile: tuple[int, int], turns: int) -> tuple[int, int, int]:
         """Of split channels: blocks of channels; programs to one in the first kernel, and in the
         second."""
         of_channels = cdiv(self.channels, tile[1])
         wanted = cdiv(4 * call.device.multiprocessors, of_channels)
         splits = max(1, min(SPLITS, wanted, cdiv(self.count, tile[0])))
-        return of_channels, splits, cdiv(self.count, tile[0] * TURNS)
+        return of_channels, splits, cdiv(self.count, tile[0] * turns)
 
 
 def _bind_empty(_: None, call: CallSpec) -> Run:
@@ -231,11 +236,15 @@ class SplitChannels(_TwoReadings):
         return bool(call.params.training)
 
     @classmethod
+    def _turns(cls, call: CallSpec) -> int:
+        return TURNS if call.params.training else 1
+
+    @classmethod
     def entry_for(cls, call: CallSpec) -> Entry:
         channels = Channels.of(call)
         if channels.x.numel == 0:
             return EMPTY
-        tile, constants = channels.split_tile, {"SPLITS": SPLITS, "TURNS": TURNS}
+        tile, constants = channels.split_tile, {"SPLITS": SPLITS, "TURNS": cls._turns(call)}
         arguments = (*FORWARD, "y", "save_mean", "save_invstd", "parts")
         scalars = ("count", "splits", "blocks", "eps", "momentum")
         builds = [
@@ -251,7 +260,7 @@ class SplitChannels(_TwoReadings):
     def _bind(cls, launchers: tuple[Launcher, ...], call: CallSpec) -> Run:
         channels = Channels.of(call)
         normalize, *first = (launcher.on(call.device.index) for launcher in launchers)
-        of_channels, splits, blocks = channels.grids(call, channels.split_tile)
+        of_channels, splits, blocks = channels.grids(call, channels.split_tile, cls._turns(call))
         count, numbers = channels.count, (float(call.params.eps), float(call.params.momentum))
         makers = [output_of(spec) for spec in channels.outputs if spec is not None]
         shape = (3, splits, channels.channels)
@@ -327,7 +336,7 @@ class SplitChannelGradients(_TwoReadings):
     def _bind(cls, launchers: tuple[Launcher, ...], call: CallSpec) -> Run:
         channels = Channels.of(call)
         gradients, add_up = (launcher.on(call.device.index) for launcher in launchers)
-        of_channels, splits, blocks = channels.grids(call, channels.split_tile)
+        of_channels, splits, blocks = channels.grids(call, channels.split_tile, TURNS)
         makers = [output_of(spec) for spec in channels.outputs if spec is not None]
         shape, count = (2, splits, channels.channels), channels.count
         make_parts = output_of(TensorSpec.contiguous_of(shape, torch.float32, channels.x.device))

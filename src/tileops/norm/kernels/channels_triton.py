@@ -6,6 +6,7 @@ at place ``e % L``. Tensors that a call has not may be the constant None. Arithm
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 __all__ = [
     "channel_gradient_sums",
@@ -21,6 +22,14 @@ __all__ = [
 def _places(e, c, C: tl.constexpr, L: tl.constexpr):
     instance = e // L
     return (instance * C + c) * L + (e - instance * L)
+
+
+@triton.jit
+def _begin(DEPENDENT: tl.constexpr):
+    """With DEPENDENT a kernel may be launched before the stream's previous one has ended."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit
@@ -88,8 +97,10 @@ def held_channels(
     E: tl.constexpr,
     CB: tl.constexpr,
     WIDE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Channels of at most E elements, held in registers and read once."""
+    _begin(DEPENDENT)
     c = tl.program_id(0) * CB + tl.arange(0, CB)[None, :]
     e = _first(WIDE) + tl.arange(0, E)[:, None]
     mask = (e < count) & (c < C)
@@ -127,9 +138,11 @@ def channel_moments(
     E: tl.constexpr,
     CB: tl.constexpr,
     WIDE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Of the elements that a program takes, every so-many-th tile (Welford 1962; the lanes are
     joined as Chan, Golub and LeVeque 1979 do)."""
+    _begin(DEPENDENT)
     split = tl.program_id(0) % splits
     c = tl.program_id(0) // splits * CB + tl.arange(0, CB)[None, :]
     lane = _first(WIDE) + split * E + tl.arange(0, E)[:, None]
@@ -180,8 +193,10 @@ def normalize_channels(
     SPLITS: tl.constexpr,
     TURNS: tl.constexpr,
     WIDE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """TURNS tiles to a program."""
+    _begin(DEPENDENT)
     block = tl.program_id(0) % blocks
     c = tl.program_id(0) // blocks * CB + tl.arange(0, CB)[None, :]
     if parts is None:
@@ -254,8 +269,10 @@ def held_channel_gradients(
     E: tl.constexpr,
     CB: tl.constexpr,
     WIDE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Channels of at most E elements, held in registers and read once."""
+    _begin(DEPENDENT)
     c = tl.program_id(0) * CB + tl.arange(0, CB)[None, :]
     e = _first(WIDE) + tl.arange(0, E)[:, None]
     mask = (e < count) & (c < C)
@@ -285,8 +302,10 @@ def channel_gradient_sums(
     E: tl.constexpr,
     CB: tl.constexpr,
     WIDE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Of the elements that a program takes, every so-many-th tile."""
+    _begin(DEPENDENT)
     split = tl.program_id(0) % splits
     c = tl.program_id(0) // splits * CB + tl.arange(0, CB)[None, :]
     lane = _first(WIDE) + split * E + tl.arange(0, E)[:, None]
@@ -326,8 +345,10 @@ def channel_gradients(
     SPLITS: tl.constexpr,
     TURNS: tl.constexpr,
     WIDE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """TURNS tiles to a program."""
+    _begin(DEPENDENT)
     block = tl.program_id(0) % blocks
     c = tl.program_id(0) // blocks * CB + tl.arange(0, CB)[None, :]
     split = tl.arange(0, SPLITS)[:, None]
