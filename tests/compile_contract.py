@@ -316,8 +316,8 @@ def batch_norm_evaluation(batch: int) -> Tensors:
 
 @cold("norm.BatchNormBwdOp", "norm_batch_norm_bwd")
 def batch_norm_backward(batch: int) -> Tensors:
-    doutput, input = torch.randn(2, batch, 3, 5)
-    inputs: Tensors = {"doutput": doutput, "input": input, "save_mean": torch.randn(3)}
+    doutput, x = torch.randn(2, batch, 3, 5)
+    inputs: Tensors = {"doutput": doutput, "input": x, "save_mean": torch.randn(3)}
     return {**inputs, "save_invstd": torch.rand(3) + 0.5, "weight": torch.randn(3)}
 
 
