@@ -111,51 +111,6 @@ def test_a_dual_level_without_tangents_changes_nothing(samples):
         assert_same(ours, expected(op, inputs))
 
 
-# ---- vmap --------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_vmap_is_a_loop_or_refused(samples):
-    for op, inputs in samples:
-        for name in floats(op, inputs):
-            stack = torch.stack([inputs[name], torch.rand_like(inputs[name]), inputs[name] / 2])
-
-            def function(one, op=op, name=name, inputs=inputs):
-                return tuple(flat(call(op, {**copies(inputs), name: one})))
-
-            if written(op, inputs):
-                with pytest.raises(RuntimeError) as caught:
-                    torch.vmap(function)(stack)
-                assert names_it(op, str(caught.value))
-                continue
-            ours = torch.vmap(function)(stack)
-            theirs = [
-                torch.stack(rows) for rows in zip(*(function(one) for one in stack), strict=True)
-            ]
-            assert_same([o.contiguous() for o in ours], theirs)
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_vmap_over_another_dim_and_nested():
-    op, x, weight = RMSNormFwdOp(4), torch.randn(3, 5, 4), torch.randn(5, 4)
-    ours = torch.vmap(op, in_dims=(1, 0))(x, weight)
-    for n in range(5):
-        assert torch.equal(ours[n], op(x[:, n], weight[n]))
-    nested = torch.vmap(torch.vmap(op, in_dims=(0, None)), in_dims=(0, None))(
-        x[:, :, None], weight[0]
-    )
-    assert torch.equal(nested, op(x[:, :, None], weight[0]))
-
-
-def test_vmap_over_an_out_buffer_is_refused():
-    op = MoEGroupedGEMMFwdOp(MaskedLayoutSpec(2))
-    a, b, counts = torch.randn(3, 2, 2, 4), torch.randn(2, 5, 4), torch.tensor([1, 2]).int()
-    out = torch.zeros(2, 2, 5)
-    with pytest.raises(RuntimeError, match="moe_grouped_gemm_fwd_out"):
-        torch.vmap(lambda one: op(one, b, counts, out=out))(a)
-    assert not out.any()
-
-
 # ---- functional gradients ----------------------------------------------------------------------
 
 
@@ -445,19 +400,6 @@ print(count)
 
 
 # ---- contexts ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_leaves_an_op_alone(samples, dtype):
-    for op, inputs in samples:
-        theirs = expected(op, inputs)
-        function, names = traced(op, inputs)
-        for run in (function, torch.compile(function, backend="aot_eager")):
-            own = copies(inputs)
-            with torch.autocast("cpu", dtype=dtype):
-                ours = run(*(own[n] for n in names))
-            assert_same(list(ours), theirs)
-        torch._dynamo.reset()
 
 
 def test_inference_mode_and_no_grad(samples):

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from tileops.engine import targets
+from tileops.engine.boundary.autocast import cast_inputs
+from tileops.engine.boundary.batching import takes_a_batch
 from tileops.engine.boundary.generate import MISSING_ARGUMENT, Boundary, _superfluous, make_calls
 from tileops.engine.boundary.growth import Growth, growth_of
 from tileops.engine.boundary.instances import OpState, state_of
@@ -157,6 +159,11 @@ class Op:
         kernel's ``refuses``, ``entry_for`` and ``bind`` branch on must be in it. None: not this call."""
         return ()
 
+    def batched(self, ranks: Mapping[str, int]) -> Op | None:
+        """Hook: the op that does along a new first axis, slice by slice, what this one does; ``ranks``:
+        dims of each passed input of a slice. None: ``vmap`` calls this op for each slice."""
+        return self if takes_a_batch(self.entry) else None
+
     def settle(self, **attributes: Any) -> None:
         """Set attributes during ``setup``; afterwards an op is immutable."""
         if "_state" in self.__dict__:
@@ -231,13 +238,29 @@ class Op:
         if entry.has_boundary:
             return self._call_boundary(**dict(zip(names, arguments, strict=True)))
         if entry.composition:
-            type(self)._signature(self, *inputs, out)
-            return self.forward(**dict(zip(names, arguments, strict=True)))
+            return self._call_stages(inputs, out)
         state = self._state
         facts = (targets.epoch.now, targets.context_target(), torch.get_default_device())
         plan = state.plans.get(facts) or _plan(state, facts, ())
         state.last = plan
         return plan.run()
+
+    def _call_stages(self, inputs: tuple[Any, ...], out: Any) -> Any:
+        """A composition checks its whole signature, since its stages would check less, and is cast
+        as a whole: stages that autocast casts one by one would not fit together."""
+        device = next((t.device.type for t in inputs if isinstance(t, torch.Tensor)), "cpu")
+        if not torch.is_autocast_enabled(device):
+            return self._run_stages(inputs, out)
+        writes = out is not None or any(item.mutated is not None for item in self.entry.inputs)
+        given = inputs if writes else cast_inputs(self, inputs, device)
+        with torch.autocast(device, enabled=False):
+            return self._run_stages(given, out)
+
+    def _run_stages(self, inputs: tuple[Any, ...], out: Any) -> Any:
+        type(self)._signature(self, *inputs, out)
+        entry = self.entry
+        named = dict(zip([item.name for item in entry.inputs], inputs, strict=True))
+        return self.forward(**named, **({"out": out} if entry.has_out else {}))
 
     def compile(self, **kwargs: Any) -> Callable[..., Any]:
         """``torch.compile`` of this op alone, with a frame of its own.

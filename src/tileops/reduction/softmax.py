@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from tileops.authoring import KernelInterface, Op
+
+
+def _axis(dim: int | None, rank: int) -> int:
+    return dim if dim is not None else (0 if rank in (0, 1, 3) else 1)
 
 
 class SoftmaxFwdOp(Op):
@@ -25,9 +31,21 @@ class SoftmaxFwdOp(Op):
         )
     )
 
+    dim: int | None
+    dtype: torch.dtype | None
+
+    def batched(self, ranks: Mapping[str, int]) -> Op | None:
+        """The same axis, counted from the end."""
+        rank = ranks["x"]
+        if rank == 0:
+            return None
+        axis = _axis(self.dim, rank)
+        return type(self)(
+            axis if axis < 0 else axis - rank, dtype=self.dtype, target=self.target
+        )
+
     @staticmethod
     def decomposition(
         x: torch.Tensor, *, dim: int | None, dtype: torch.dtype | None
     ) -> torch.Tensor:
-        axis = dim if dim is not None else (0 if x.ndim in (0, 1, 3) else 1)
-        return torch.softmax(x, axis, dtype=dtype)
+        return torch.softmax(x, _axis(dim, x.ndim), dtype=dtype)

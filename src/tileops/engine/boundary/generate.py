@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from tileops.engine.boundary.autocast import give_autocast
+from tileops.engine.boundary.batching import give_batching
 from tileops.engine.boundary.gate import NAMES, QUIET, QUIET_BELOW, direct, keys_below_autograd
 from tileops.engine.boundary.hot import ABSENT, keep_hot
 from tileops.engine.boundary.instances import live_states, resolve
@@ -79,13 +81,17 @@ def _parameters(entry: Entry) -> tuple[str, list[str]]:
     return ", ".join([*parts, "**_unknown"]), [i.name for i in entry.inputs]
 
 
-def _whole_signature(entry: Entry) -> str:
-    """Under Dynamo a composition checks its whole signature: its stages would check less."""
+def _dynamo_call(entry: Entry, by_name: str) -> str:
+    """What Dynamo goes into."""
+    if entry.has_boundary:
+        return f"self._call_boundary({by_name})"
+    if not entry.composition:
+        return f"self.forward({by_name})"
     given = [
         i.name if i.optional else f"None if {i.name} is _MISSING else {i.name}"
         for i in entry.inputs
     ]
-    return f"_signature(self, {', '.join(given)}, {'out' if entry.has_out else 'None'})"
+    return f"self._call_stages(({', '.join(given)},), {'out' if entry.has_out else 'None'})"
 
 
 def _presence(entry: Entry) -> list[str]:
@@ -223,8 +229,7 @@ def calls_source(entry: Entry, branches: tuple[Branch, ...], growing: bool) -> s
         f"def __call__(self, {parameters}):",
         "    if _is_dynamo_compiling():",
         "        if _extra or _unknown: _superfluous(self, _extra, _unknown)",
-        *([f"        {_whole_signature(entry)}"] if entry.composition else []),
-        f"        return self.{'_call_boundary' if entry.has_boundary else 'forward'}({by_name})",
+        f"        return {_dynamo_call(entry, by_name)}",
     ]
     choose, run = _hot_lines(entry, names, growing)
     hot = [*choose, *run]
@@ -471,6 +476,8 @@ def _define(
         torch.library.register_fake(f"tileops::{name}", namespace[f"_fake_{index}"], lib=library)
         library.impl(name, namespace[f"_autograd_{index}"], "Autograd")
         library.impl(name, _refusing_nested(cls, overload), "AutogradNestedTensor")
+        give_batching(cls, branch, overload, library, name)
+        give_autocast(cls, branch, overload, library, name)
         namespace[f"_op_{index}"] = overload
         namespace[f"_refuse_{index}"] = refusing_function(cls, overload, name)
         operators.append(Operator(f"tileops::{name}", schema, branch, overload))
