@@ -197,9 +197,9 @@ def test_nested():
     op, x, weight = RMSNormFwdOp(4), torch.randn(3, 5, 2, 4), torch.randn(5, 4)
     for dims in itertools.product((0, 1), (0, 1)):
         nested = torch.vmap(torch.vmap(op, (dims[1], None)), (dims[0], None))(x, weight[0])
-        theirs = torch.vmap(
-            torch.vmap(lambda t: F.rms_norm(t, (4,), weight[0]), dims[1]), dims[0]
-        )(x)
+        theirs = torch.vmap(torch.vmap(lambda t: F.rms_norm(t, (4,), weight[0]), dims[1]), dims[0])(
+            x
+        )
         torch.testing.assert_close(nested, theirs)
     # The inner level batches x alone, the outer both.
     nested = torch.vmap(torch.vmap(op, (0, None)), (1, 0))(x, weight)

@@ -40,9 +40,7 @@ class SoftmaxFwdOp(Op):
         if rank == 0:
             return None
         axis = _axis(self.dim, rank)
-        return type(self)(
-            axis if axis < 0 else axis - rank, dtype=self.dtype, target=self.target
-        )
+        return type(self)(axis if axis < 0 else axis - rank, dtype=self.dtype, target=self.target)
 
     @staticmethod
     def decomposition(

@@ -100,9 +100,7 @@ def cast_inputs(op: Any, inputs: Sequence[Any], device_type: str) -> tuple[Any, 
 
 
 def _eligible(tensor: Any, device_type: str) -> bool:
-    return (
-        tensor is not None and tensor.device.type == device_type and tensor.dtype in _ELIGIBLE
-    )
+    return tensor is not None and tensor.device.type == device_type and tensor.dtype in _ELIGIBLE
 
 
 def give_autocast(cls: Any, branch: Branch, overload: Any, library: Any, name: str) -> None:
