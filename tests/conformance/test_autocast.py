@@ -252,6 +252,26 @@ def test_a_model_of_mixed_dtypes():
         torch.testing.assert_close(a, c, rtol=0.1, atol=0.1)
 
 
+class Inside(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.product, self.norm = GEMMFwdOp(), RMSNormFwdOp(4)
+
+    def forward(self, x, w):
+        with torch.autocast("cpu", dtype=LOW):
+            return self.norm(self.product(x, w), w[0])
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported(strict):
+    module, x, w = Inside(), torch.randn(3, 4), torch.randn(4, 4)
+    program = torch.export.export(module, (x, w), strict=strict)
+    wanted = module(x, w)
+    assert wanted.dtype == F32
+    for form in (program, program.run_decompositions()):
+        assert same_bits(form.module()(x, w), wanted)
+
+
 @torch.no_grad()
 def test_a_composition_is_cast_as_a_whole():
     op = MoEExpertMLPFwdOp(MaskedLayoutSpec(2))

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.cases import float32_calls, op_classes
 from tests.oracle import call, check, same_bits
 from tileops import CheckError
-from tileops.elementwise import AddFwdOp, AlibiFwdOp, SiLUFwdOp, SinusoidalFwdOp
+from tileops.elementwise import AddFwdOp, AlibiFwdOp, SiLUAndMulFwdOp, SiLUFwdOp, SinusoidalFwdOp
 from tileops.engine.errors import BackwardError, TransformError
 from tileops.gemm import GEMMFwdOp
 from tileops.moe import MaskedLayoutSpec, MoEGroupedGEMMFwdOp
@@ -55,6 +55,11 @@ def copies(inputs):
 
 def flat(result):
     return [r for r in (result if isinstance(result, tuple) else (result,)) if r is not None]
+
+
+def operator_call(op, inputs):
+    """A call that passes the direct way by."""
+    return op._call_boundary(**inputs) if op.entry.has_boundary else call(op, inputs)
 
 
 def expected(op, inputs):
@@ -234,6 +239,30 @@ def test_a_dispatching_subclass(samples):
         assert_same([t.b for t in ours], theirs)
 
 
+def test_lazily_negated_views(samples):
+    for op, inputs in samples:
+        theirs = expected(op, inputs)
+        for run in (call, operator_call):
+            own = copies(inputs)
+            for n in floats(op, inputs):
+                own[n] = torch._neg_view(-own[n])
+                assert own[n].is_neg()
+            results = flat(run(op, own))
+            assert not any(r.is_neg() for r in results if all(r is not t for t in own.values()))
+            assert_same([*results, *(own[n] for n in written(op, inputs))], theirs)
+
+
+def test_views_of_a_conjugate():
+    z = torch.randn(3, 4, dtype=torch.complex64)
+    for view in (torch.imag(z.conj()), torch.view_as_real(z.conj().resolve_conj())[..., 1]):
+        check(RMSNormFwdOp(4), {"x": view.clone(), "weight": None})
+        assert torch.equal(RMSNormFwdOp(4)(view), RMSNormFwdOp(4)(view.clone()))
+    buffer = torch.randn(3, 4, dtype=torch.complex64)
+    wanted = torch.complex(buffer.real, -torch.nn.functional.silu(-buffer.imag))
+    SiLUFwdOp(inplace=True)(torch.imag(buffer.conj()))
+    torch.testing.assert_close(buffer, wanted)
+
+
 def test_fake_tensors_have_the_real_facts(samples):
     for op, inputs in samples:
         results = flat(call(op, copies(inputs)))
@@ -400,6 +429,33 @@ print(count)
 
 
 # ---- contexts ------------------------------------------------------------------------------------
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.rand(4), requires_grad=False)
+        self.linear = torch.nn.Linear(4, 8)
+        self.norm, self.gate = RMSNormFwdOp(4), SiLUAndMulFwdOp()
+
+    def forward(self, x):
+        return self.gate(self.linear(self.norm(x, self.weight)))
+
+
+@torch.no_grad()
+def test_functional_call_and_an_ensemble():
+    layers, x = [Layer() for _ in range(3)], torch.randn(5, 4)
+    wanted = [layer(x) for layer in layers]
+    swapped = torch.func.functional_call(layers[0], dict(layers[1].named_parameters()), (x,))
+    assert torch.equal(swapped, wanted[1])
+    parameters, buffers = torch.func.stack_module_state(layers)
+
+    def one(parameters, buffers):
+        return torch.func.functional_call(layers[0], (parameters, buffers), (x,))
+
+    for run in (torch.vmap(one), torch.compile(torch.vmap(one), backend="aot_eager")):
+        torch.testing.assert_close(run(parameters, buffers), torch.stack(wanted))
+    torch._dynamo.reset()
 
 
 def test_inference_mode_and_no_grad(samples):
