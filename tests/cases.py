@@ -112,6 +112,7 @@ def _float32(name: str, most: int) -> list[Workload]:
             made = workload_call(name, workload, 0, most)
             present = tuple(t is not None for t in made.inputs.values())
             written = tuple(bool(i.mutated) and str(made.op._params) for i in cls.entry.inputs)
-            found.setdefault((present, written), made.workload)
+            floating = "float32" in workload.dtypes.values()
+            found.setdefault((present, written, floating), made.workload)
     assert found, f"{name}: no workload in float32"
     return list(found.values())

@@ -414,7 +414,7 @@ def post_permute(
     for t in range(tokens):
         for n in range(chosen):
             row = rows[int(inverse_indices[t * chosen + n])]
-            result[t] += scale * float(topk_weights[t, n]) * row
+            result[t] += scale * topk_weights[t, n].double() * row
     return (result,), {}
 
 

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -47,6 +48,14 @@ def written(op, inputs):
 
 def floats(op, inputs):
     return [n for n, t in inputs.items() if t is not None and t.is_floating_point()]
+
+
+def flowing(op, inputs):
+    """The present inputs that a gradient flows to."""
+    if not op.entry.differentiable_outputs:
+        return []
+    found = {item.name for item in op.entry.differentiable_inputs} - set(written(op, inputs))
+    return [n for n in floats(op, inputs) if n in found]
 
 
 def copies(inputs):
@@ -119,22 +128,26 @@ def test_a_dual_level_without_tangents_changes_nothing(samples):
 # ---- functional gradients ----------------------------------------------------------------------
 
 
-def test_functional_gradients_are_refused(samples):
+def test_functional_gradients(samples):
+    """As autograd's; refused where none flows. Their values: test_gradients.py."""
     for op, inputs in samples:
         for name in floats(op, inputs):
-            unwritten = name not in written(op, inputs)
 
             def loss(tensor, op=op, name=name, inputs=inputs):
                 result = call(op, {**copies(inputs), name: tensor})
-                return sum((r.sum() for r in flat(result)), tensor.sum() * 0)
+                return sum((r.double().square().sum() for r in flat(result)), tensor.sum() * 0)
 
-            with pytest.raises((BackwardError, CheckError)) as caught:
-                torch.func.grad(loss)(inputs[name])
-            assert names_it(op, str(caught.value))
-            if unwritten and op.entry.outputs:
-                assert caught.type is BackwardError
-                with pytest.raises(BackwardError):
-                    torch.func.vjp(loss, inputs[name])[1](torch.ones(()))
+            if name not in flowing(op, inputs):
+                with pytest.raises((BackwardError, CheckError)) as caught:
+                    torch.func.grad(loss)(inputs[name])
+                assert names_it(op, str(caught.value))
+                continue
+            leaf = inputs[name].clone().requires_grad_()
+            (wanted,) = torch.autograd.grad(loss(leaf), leaf)
+            # Not the same bits: where a tensor begins decides how the CPU's kernels round.
+            torch.testing.assert_close(torch.func.grad(loss)(inputs[name]), wanted)
+            value, pull = torch.func.vjp(loss, inputs[name])
+            torch.testing.assert_close(pull(torch.ones_like(value))[0], wanted)
 
 
 def test_functional_gradients_beside_an_op():
@@ -496,10 +509,11 @@ def test_inference_tensors_outside_their_mode(samples):
 # ---- gradients -----------------------------------------------------------------------------------
 
 
-def test_backward_is_refused_lazily(samples):
+def test_a_gradient_that_does_not_flow_is_refused(samples):
+    """At once where the tensor would be written, else when the gradient arrives; compiled too."""
     for op, inputs in samples:
         theirs = expected(op, inputs)
-        for name in floats(op, inputs):
+        for name in set(floats(op, inputs)) - set(flowing(op, inputs)):
             own = copies(inputs)
             own[name].requires_grad_()
             if name in written(op, inputs):
@@ -511,39 +525,17 @@ def test_backward_is_refused_lazily(samples):
                 with pytest.raises(BackwardError, match=type(op).__name__):
                     call(op, own)
                 continue
-            results = flat(call(op, own))
-            assert_same([r.detach() for r in results], theirs[: len(results)])
-            differentiable = [r for r in results if r.requires_grad]
-            assert differentiable
-            for result in differentiable:
-                assert "declares_no_backward" in type(result.grad_fn).__name__
-                with pytest.raises(BackwardError) as caught:
-                    result.sum().backward(retain_graph=True)
+            function, names = traced(op, inputs)
+            for run in (function, torch.compile(function, backend="aot_eager", fullgraph=True)):
+                own = copies(inputs)
+                own[name].requires_grad_()
+                results = run(*(own[n] for n in names))
+                assert_same([r.detach() for r in results], theirs)
+                with pytest.raises(BackwardError, match=f"argument '{name}'") as caught:
+                    results[0].sum().backward()
                 assert names_it(op, str(caught.value))
                 assert own[name].grad is None
-                with pytest.raises(BackwardError):
-                    torch.autograd.grad(result.sum(), own[name], retain_graph=True)
-
-
-def test_compiled_backward_is_refused_lazily(samples):
-    for op, inputs in samples:
-        theirs = expected(op, inputs)
-        name = next(
-            (n for n in floats(op, inputs) if n not in written(op, inputs) and op.entry.outputs),
-            None,
-        )
-        if name is None:
-            continue
-        torch._dynamo.reset()
-        function, names = traced(op, inputs)
-        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
-        own = copies(inputs)
-        own[name].requires_grad_()
-        results = compiled(*(own[n] for n in names))
-        assert_same([r.detach() for r in results], theirs)
-        with pytest.raises(BackwardError) as caught:
-            results[0].sum().backward()
-        assert names_it(op, str(caught.value))
+            torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -628,14 +620,14 @@ def test_transforms_of_transforms():
     assert torch.equal(ours, 2 * x)
     graph = make_fx(torch.vmap(lambda a: op(a, a)))(x)
     assert torch.equal(graph(x), 2 * x)
-    with pytest.raises(BackwardError, match="GEMMFwdOp"):
-        torch.func.jacrev(lambda a: GEMMFwdOp()(a, a))(x)
+    ours = torch.func.jacrev(lambda a: GEMMFwdOp()(a, a))(x)
+    assert torch.allclose(ours, torch.func.jacrev(lambda a: a @ a.t())(x), atol=1e-5)
     with pytest.raises(TransformError, match="GEMMFwdOp"):
         torch.func.jacfwd(lambda a: GEMMFwdOp()(a, a))(x)
-    with pytest.raises(BackwardError, match="FusedAddRMSNormFwdOp"):
-        torch.func.grad(
-            lambda a: torch.vmap(lambda r: FusedAddRMSNormFwdOp()(r, r, r)[0])(a).sum()
-        )(x)
+    fused = FusedAddRMSNormFwdOp()
+    ours = torch.func.grad(lambda a: torch.vmap(lambda r: fused(r, r, x[0])[0])(a).sum())(x)
+    theirs = torch.func.grad(lambda a: F.rms_norm(2 * a, (3,), x[0], 1e-6).sum())(x)
+    assert torch.allclose(ours, theirs, atol=1e-5)
 
 
 def test_training_statistics_under_a_mode():

@@ -71,12 +71,14 @@ class InstanceKeyError(TileopsError, ValueError):
 
 
 class BackwardError(TileopsError, RuntimeError):
-    """A gradient was asked of an op that declares no backward."""
+    """A gradient was asked of an op that declares no backward, or for an argument that has none."""
 
-    def __init__(self, op: str) -> None:
+    def __init__(self, op: str, argument: str = "") -> None:
+        of = f" for argument '{argument}'" if argument else ""
+        advice = f"detach '{argument}'" if argument else "detach its inputs or its output"
         super().__init__(
-            f"{op} declares no backward: its output cannot be differentiated. "
-            f"Call it under torch.no_grad(), or detach its inputs or its output"
+            f"{op} declares no backward{of}: its output cannot be differentiated. "
+            f"Call it under torch.no_grad(), or {advice}"
         )
 
 

@@ -21,6 +21,7 @@ from tileops.engine.boundary.owners import claim
 from tileops.engine.boundary.refusals import refuse_without_storage
 from tileops.engine.content import check_content
 from tileops.engine.errors import CheckError, ImmutableOpError, ManifestError
+from tileops.engine.gradient import gradient_of
 from tileops.engine.kernel import CallSpec, Kernel, KernelInterface, TensorSpec
 from tileops.engine.manifest.catalog import family_file, load_family
 from tileops.engine.manifest.entry import Entry, Param
@@ -85,21 +86,10 @@ class Op:
     _state: OpState
     target: str | None
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, entry: Entry | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         module = sys.modules[cls.__module__]
-        path = family_file(getattr(module, "__file__", None) or "")
-        if path is None:
-            raise ManifestError(
-                f"{getattr(module, '__file__', cls.__module__)}:1",
-                cls.__name__,
-                "no manifest.yaml beside the module or in the packages above it; an op class needs "
-                "an entry of its name there",
-            )
-        entries = load_family(path)
-        if cls.__name__ not in entries:
-            raise ManifestError(f"{path}:1", cls.__name__, "the file has no entry of this name")
-        cls.entry = entries[cls.__name__]
+        cls.entry = entry or _entry_of(cls, module)
         taken = sorted({param.name for param in cls.entry.params} & set(dir(Op)))
         if taken:
             raise ManifestError(
@@ -116,7 +106,7 @@ class Op:
         regions = cls.region is not Op.region
         cls._growth = growth_of(cls.entry, tuple(cls.grows), regions, owner.suffix)
         cls._boundary = make_calls(
-            cls, cls.entry, owner, _plan, targets.epoch, targets.context_target
+            cls, cls.entry, owner, _plan, targets.epoch, targets.context_target, gradient_of
         )
         cls.compile_op_names = tuple(o.name for o in cls._boundary.operators)
 
@@ -262,6 +252,13 @@ class Op:
         named = dict(zip([item.name for item in entry.inputs], inputs, strict=True))
         return self.forward(**named, **({"out": out} if entry.has_out else {}))
 
+    @classmethod
+    def backward_class(cls) -> type[Op] | None:
+        """The class of the op that computes this one's gradient: what the entry names, else derived
+        from the decomposition. None where no gradient flows."""
+        gradient = gradient_of(cls)
+        return None if gradient is None else gradient.cls
+
     def compile(self, **kwargs: Any) -> Callable[..., Any]:
         """``torch.compile`` of this op alone, with a frame of its own.
 
@@ -374,6 +371,21 @@ class Op:
         call = self._spec(inputs)
         spec = next(s for s in (*call.inputs.values(), *call.outputs.values()) if s is not None)
         return self.entry.kind, str(spec.dtype).removeprefix("torch.")
+
+
+def _entry_of(cls: type[Op], module: types.ModuleType) -> Entry:
+    path = family_file(getattr(module, "__file__", None) or "")
+    if path is None:
+        raise ManifestError(
+            f"{getattr(module, '__file__', cls.__module__)}:1",
+            cls.__name__,
+            "no manifest.yaml beside the module or in the packages above it; an op class needs "
+            "an entry of its name there",
+        )
+    entries = load_family(path)
+    if cls.__name__ not in entries:
+        raise ManifestError(f"{path}:1", cls.__name__, "the file has no entry of this name")
+    return entries[cls.__name__]
 
 
 def _reconstruct(cls: type[Op], params: dict[str, Any]) -> Op:

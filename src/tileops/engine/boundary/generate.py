@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 from tileops.engine.boundary.autocast import give_autocast
 from tileops.engine.boundary.batching import give_batching
+from tileops.engine.boundary.function import differentiable
 from tileops.engine.boundary.gate import NAMES, QUIET, QUIET_BELOW, direct, keys_below_autograd
 from tileops.engine.boundary.hot import ABSENT, keep_hot
 from tileops.engine.boundary.instances import live_states, resolve
@@ -26,7 +27,6 @@ from tileops.engine.boundary.refusals import (
     refuse_tangents,
     refuse_without_storage,
     refuse_written_grad,
-    refusing_function,
 )
 from tileops.engine.boundary.schema import returned_of, schema_of
 from tileops.engine.manifest.entry import Branch, Entry
@@ -342,14 +342,15 @@ def _operator_source(
         f"def _autograd_{index}({arguments}):",
         # What compiled code calls: where a guard takes the call there is nothing to decide.
         *(shortcut if len(returned) == len(entry.outputs) and not written else []),
-        f"    if _grad_enabled() and ({each('{}.requires_grad', ' or ')}):",
     ]
+    if written or returned:
+        lines.append(f"    if _grad_enabled() and ({each('{}.requires_grad', ' or ')}):")
     if written:
         lines.append(
             f"        _refuse_written_grad(_cls, {_mapping(written)}, {_mapping(tensors)})"
         )
     if returned:
-        lines.append(f"        return _refuse_{index}({arguments})")
+        lines.append(f"        return _differentiable_{index}({arguments})")
     lines += [
         "    if _forward_level() >= 0:",
         f"        _refuse_tangents(_cls, ({', '.join(tensors)},))",
@@ -400,11 +401,12 @@ def make_calls(
     make_plan: Callable[..., Any],
     epoch: Any,
     context_target: Callable[[], str | None],
+    gradient_of: Callable[[Any], Any],
 ) -> Boundary:
     """Define the operators of ``cls`` and give it its generated methods.
 
-    ``make_plan``, ``epoch`` (its ``now``) and ``context_target`` are handed in: the boundary knows no
-    targets.
+    ``make_plan``, ``epoch`` (its ``now``), ``context_target`` and ``gradient_of`` are handed in: the
+    boundary knows no targets and makes no classes.
     """
     branches = entry.branches if entry.has_boundary else ()
     source = calls_source(entry, branches, cls._growth is not None)
@@ -448,7 +450,7 @@ def make_calls(
         return Boundary((), None)
     cls._call_boundary = namespace["_call_boundary"]
     cls._run = staticmethod(namespace["_run"])
-    boundary = _define(cls, entry, branches, base, namespace)
+    boundary = _define(cls, entry, branches, base, namespace, gradient_of)
     owner.library = boundary.library
     return boundary
 
@@ -463,7 +465,12 @@ def _refusing_nested(cls: Any, overload: Any) -> Callable[..., None]:
 
 
 def _define(
-    cls: Any, entry: Entry, branches: tuple[Branch, ...], base: str, namespace: dict[str, Any]
+    cls: Any,
+    entry: Entry,
+    branches: tuple[Branch, ...],
+    base: str,
+    namespace: dict[str, Any],
+    gradient_of: Callable[[Any], Any],
 ) -> Boundary:
     library = torch.library.Library("tileops", "FRAGMENT")
     operators = []
@@ -479,7 +486,9 @@ def _define(
         give_batching(cls, branch, overload, library, name)
         give_autocast(cls, branch, overload, library, name)
         namespace[f"_op_{index}"] = overload
-        namespace[f"_refuse_{index}"] = refusing_function(cls, overload, name)
+        namespace[f"_differentiable_{index}"] = differentiable(
+            cls, overload, branch, namespace[f"_body_{index}"], gradient_of
+        )
         operators.append(Operator(f"tileops::{name}", schema, branch, overload))
     return Boundary(tuple(operators), library)
 

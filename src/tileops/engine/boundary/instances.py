@@ -20,6 +20,7 @@ class OpState:
     __slots__ = (
         "__weakref__",
         "canonical",
+        "gradients",
         "hots",
         "key",
         "last",
@@ -41,6 +42,8 @@ class OpState:
         """Of the last call along the dims that grow."""
         self.lock = threading.RLock()
         self.tune = False
+        self.gradients: dict[tuple[bool, ...], Any] = {}
+        """The backward op for each set of inputs whose gradients were wanted."""
         self.op: Any = None
         """The op that forward runs on; all ops of this key are interchangeable."""
 

@@ -249,6 +249,32 @@ class _Emitter:
         for line in presence_lines(self.entry, item, self.source, item.name):
             self.emit(line)
 
+    def tensors(self) -> None:
+        """In order; what needs to know what later inputs tell comes after them."""
+        waiting = list(self.entry.inputs)
+        while waiting:
+            item = next((item for item in waiting if self._emitted(item)), None)
+            if item is None:
+                self.tensor(waiting[0])  # raises, or is a dtype that nothing settles
+                item = waiting[0]
+            waiting.remove(item)
+
+    def _emitted(self, item: Input) -> bool:
+        """Whether all that its check needs was known; then it stands."""
+        lines, level, temporary = len(self.lines), self.level, self.temporary
+        state, settled = dict(self.state), set(self.settled_dtypes)
+        if item.dtype is not None and item.dtype.text not in self.entry.dtypes:
+            if item.dtype.names & set(self.entry.dtypes) - settled:
+                return False
+        try:
+            self.tensor(item)
+        except ManifestError:
+            del self.lines[lines:]
+            self.level, self.temporary = level, temporary
+            self.state, self.settled_dtypes = state, settled
+            return False
+        return True
+
     def tensor(self, item: Input) -> None:
         name, args = item.name, self.fail_args(item)
         if item.optional:
@@ -426,8 +452,7 @@ def signature_source(entry: Entry) -> tuple[str, dict[str, Any]]:
         e.emit(f"{name} = None")
     for item in entry.inputs:
         e.presence(item)
-    for item in entry.inputs:
-        e.tensor(item)
+    e.tensors()
     e._derive(frozenset(entry.dims))
     e.broadcast_checks()
     e.rules()
