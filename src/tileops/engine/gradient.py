@@ -128,9 +128,32 @@ def _vjp(
             results = results if isinstance(results, tuple) else (results,)
             return tuple(results[outputs[n]] for n in given)
 
-        _, pull = torch.func.vjp(forward, *(inputs[place] for place in wanted))
-        found = dict(zip(wanted, pull(tuple(grads[n] for n in given)), strict=True))
+        primals = tuple(inputs[place] for place in wanted)
+        pulled = _pull(forward, primals, tuple(grads[n] for n in given))
+        found = dict(zip(wanted, pulled, strict=True))
         results = tuple(found.get(place) for place in places)
         return results[0] if len(results) == 1 else results
 
     return vjp
+
+
+_ENTRY = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
+
+
+def _pull(
+    forward: Callable[..., Any], primals: tuple[Any, ...], grads: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+    if torch.compiler.is_dynamo_compiling() or not excluded(_ENTRY):
+        _, pull = torch.func.vjp(forward, *primals)
+        found: tuple[Any, ...] = pull(grads)
+        return found
+    # A kernel that runs within a level of functorch can open no other: forward over reverse. Leaves of
+    # their own are made without grad, which tangents pass.
+    from torch._functorch.eager_transforms import enable_inplace_requires_grad
+
+    with torch.no_grad(), enable_inplace_requires_grad(True):
+        leaves = [primal.view_as(primal).requires_grad_() for primal in primals]
+    with torch.enable_grad():
+        results = forward(*leaves)
+    return torch.autograd.grad(results, leaves, grads, allow_unused=True, materialize_grads=True)

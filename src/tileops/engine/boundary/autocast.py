@@ -42,10 +42,10 @@ _ELIGIBLE = (torch.float16, torch.bfloat16, torch.float32)
 def autocast_rule(entry: Entry) -> str:
     """``low`` (the dtype of the autocast context), ``float32``, ``widest`` (of the inputs that share
     a dtype variable) or ``none``."""
-    if entry.autocast is not None:
-        return entry.autocast
     if entry.name.endswith("BwdOp"):
         return "none"
+    if entry.autocast is not None:
+        return entry.autocast
     if entry.kind == "template":
         return "low"
     return "float32" if entry.reference in FLOAT32 else "widest"

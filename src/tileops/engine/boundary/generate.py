@@ -24,11 +24,11 @@ from tileops.engine.boundary.instances import live_states, resolve
 from tileops.engine.boundary.naming import operator_base_name
 from tileops.engine.boundary.owners import Owner
 from tileops.engine.boundary.refusals import (
-    refuse_tangents,
     refuse_without_storage,
     refuse_written_grad,
 )
 from tileops.engine.boundary.schema import returned_of, schema_of
+from tileops.engine.boundary.tangents import carrying
 from tileops.engine.manifest.entry import Branch, Entry
 from tileops.engine.manifest.expr import Expr
 from tileops.engine.signature.generate import compile_source, presence_lines
@@ -343,6 +343,11 @@ def _operator_source(
         # What compiled code calls: where a guard takes the call there is nothing to decide.
         *(shortcut if len(returned) == len(entry.outputs) and not written else []),
     ]
+    lines += [
+        "    if _forward_level() >= 0:",
+        f"        r = _carried_{index}({arguments})",
+        "        if r is not NotImplemented: return r",
+    ]
     if written or returned:
         lines.append(f"    if _grad_enabled() and ({each('{}.requires_grad', ' or ')}):")
     if written:
@@ -352,8 +357,6 @@ def _operator_source(
     if returned:
         lines.append(f"        return _differentiable_{index}({arguments})")
     lines += [
-        "    if _forward_level() >= 0:",
-        f"        _refuse_tangents(_cls, ({', '.join(tensors)},))",
         f"    if {each('type({}) in _EXACT', ' and ')} and _direct():",
         f"        return _body_{index}({arguments})",
         "    with _below_autograd():",
@@ -434,7 +437,6 @@ def make_calls(
         "_bump_version": torch.autograd.graph.increment_version,
         "_refuse_without_storage": refuse_without_storage,
         "_refuse_written_grad": refuse_written_grad,
-        "_refuse_tangents": refuse_tangents,
         "_forward_level": lambda: forward_ad._current_level,
         "_below_autograd": torch._C._AutoDispatchBelowAutograd,
         "_autocast": torch._C._is_any_autocast_enabled,
@@ -486,6 +488,7 @@ def _define(
         give_batching(cls, branch, overload, library, name)
         give_autocast(cls, branch, overload, library, name)
         namespace[f"_op_{index}"] = overload
+        namespace[f"_carried_{index}"] = carrying(cls, branch)
         namespace[f"_differentiable_{index}"] = differentiable(
             cls, overload, branch, namespace[f"_body_{index}"], gradient_of
         )
