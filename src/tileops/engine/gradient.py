@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import operator
 import sys
 import threading
 from collections.abc import Callable
@@ -138,16 +140,29 @@ def _vjp(
 
 
 _ENTRY = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
+_EXIT = torch._C.DispatchKey.FuncTorchDynamicLayerBackMode
+_ABOVE = functools.reduce(
+    operator.or_,
+    (
+        torch._C.DispatchKeySet(key)
+        for name, key in torch._C.DispatchKey.__members__.items()
+        if name.startswith(("Autograd", "FuncTorch")) or name == "ADInplaceOrView"
+    ),
+)
+"""What differentiation needs, and a mode's ``__torch_dispatch__`` has put out of reach."""
 
 
 def _pull(
     forward: Callable[..., Any], primals: tuple[Any, ...], grads: tuple[Any, ...]
 ) -> tuple[Any, ...]:
+    """The gradients of ``primals``, wherever the dispatcher is."""
     excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
     if torch.compiler.is_dynamo_compiling() or not excluded(_ENTRY):
-        _, pull = torch.func.vjp(forward, *primals)
-        found: tuple[Any, ...] = pull(grads)
-        return found
+        return _functional(forward, primals, grads)
+    if excluded(_EXIT):
+        tls = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+        with torch._C._ForceDispatchKeyGuard(tls[0], tls[1] - _ABOVE):
+            return _functional(forward, primals, grads)
     # A kernel that runs within a level of functorch can open no other: forward over reverse. Leaves of
     # their own are made without grad, which tangents pass.
     from torch._functorch.eager_transforms import enable_inplace_requires_grad
@@ -157,3 +172,11 @@ def _pull(
     with torch.enable_grad():
         results = forward(*leaves)
     return torch.autograd.grad(results, leaves, grads, allow_unused=True, materialize_grads=True)
+
+
+def _functional(
+    forward: Callable[..., Any], primals: tuple[Any, ...], grads: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    _, pull = torch.func.vjp(forward, *primals)
+    found: tuple[Any, ...] = pull(grads)
+    return found

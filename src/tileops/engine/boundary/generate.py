@@ -344,7 +344,8 @@ def _operator_source(
         *(shortcut if len(returned) == len(entry.outputs) and not written else []),
     ]
     lines += [
-        "    if _forward_level() >= 0:",
+        # Compiled code enters levels of functorch that Python's own count does not see.
+        "    if _forward_level() >= 0 or _functorch():",
         f"        r = _carried_{index}({arguments})",
         "        if r is not NotImplemented: return r",
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd import forward_ad
@@ -19,28 +19,48 @@ __all__ = ["carrying"]
 def carrying(cls: Any, branch: Branch) -> Callable[..., Any]:
     """What the Autograd kernel of an operator asks within a level of forward mode: the results, with
     tangents; ``NotImplemented`` where no input has one."""
-    returned = returned_of(cls.entry, branch)
-    written = [*branch.writes, *(["out"] if branch.out else [])]
-    count = len(cls.entry.inputs)
+    entry = cls.entry
+    returned = returned_of(entry, branch)
+    places = {item.name: n for n, item in enumerate(entry.inputs)}
+    count = len(places)
+    # What is returned by being written, and would have to carry a tangent.
+    carried = ["out"] if branch.out else [o.is_input for o in entry.outputs]
+    carried = [name for name in carried if name == "out" or name in branch.writes]
 
     def carry(*args: Any) -> Any:
         tensors = [t for t in args[:-1] if t is not None]
-        if not any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        if all(_tangent(tensor) is None for tensor in tensors):
             return NotImplemented
-        if written or cls.decomposition is None:
-            why = f" through a call that writes '{written[0]}'" if written else ""
-            raise TransformError(
-                cls.__name__,
-                f"forward-mode differentiation{why}",
-                "pass primals, or detach the input",
-            )
+        written = [n for n in branch.writes if _tangent(args[places[n]]) is not None]
+        for name in (*carried, *written):
+            _refuse(cls, f" through a call that writes '{name}'")
+        if cls.decomposition is None or not entry.outputs:
+            _refuse(cls, "")
         op = resolve(cls, args[-1]).op
-        results = cls.decomposition(*args[:count], **op._params)
+        try:
+            results = cls.decomposition(*args[:count], **op._params)
+        except NotImplementedError as error:  # some of ATen's functions have no such derivative
+            raise TransformError(
+                cls.__name__, f"forward-mode differentiation ({error})", "use reverse mode"
+            ) from error
         results = results if isinstance(results, tuple) else (results,)
+        for name, value in zip(branch.writes, results[len(entry.outputs) :], strict=True):
+            args[places[name]].copy_(forward_ad.unpack_dual(value, level=0).primal)
         own = tuple(_own(results[n], tensors) for n in returned)
         return own[0] if len(own) == 1 else own
 
     return carry
+
+
+def _tangent(tensor: torch.Tensor) -> torch.Tensor | None:
+    # There is one level of tangents in torch, number 0.
+    return forward_ad.unpack_dual(tensor, level=0).tangent
+
+
+def _refuse(cls: Any, why: str) -> NoReturn:
+    raise TransformError(
+        cls.__name__, f"forward-mode differentiation{why}", "pass primals, or detach the input"
+    )
 
 
 def _own(result: torch.Tensor, inputs: list[torch.Tensor]) -> torch.Tensor:
