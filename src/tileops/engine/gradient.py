@@ -171,7 +171,12 @@ def _pull(
         leaves = [primal.view_as(primal).requires_grad_() for primal in primals]
     with torch.enable_grad():
         results = forward(*leaves)
-    return torch.autograd.grad(results, leaves, grads, allow_unused=True, materialize_grads=True)
+    # With a graph: some of ATen's backward functions have derivatives only then.
+    found = torch.autograd.grad(
+        results, leaves, grads, create_graph=True, allow_unused=True, materialize_grads=True
+    )
+    with torch.no_grad():  # detach() would drop the tangents too
+        return tuple(gradient.view_as(gradient) for gradient in found)
 
 
 def _functional(
