@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
 
 __all__ = ["Joint", "compiled"]
 
@@ -26,7 +27,9 @@ class Joint:
     def saved(self) -> list[torch.Tensor]:
         """Fake tensors of what the forward keeps for the backward, and did not get as an input."""
         (output,) = (n for n in self.forward.graph.nodes if n.op == "output")
-        kept = {n for n in output.args[0][self.outputs :] if n is not None and n.op != "placeholder"}
+        kept = {
+            n for n in output.args[0][self.outputs :] if n is not None and n.op != "placeholder"
+        }
         shown = set(output.args[0][: self.outputs])
         values = [n.meta["val"] for n in kept - shown]
         return [value for value in values if isinstance(value, torch.Tensor)]
@@ -34,7 +37,9 @@ class Joint:
     @property
     def saved_bytes(self) -> int:
         """How much memory that is, storages counted once."""
-        return sum({id(t.untyped_storage()): t.untyped_storage().nbytes() for t in self.saved}.values())
+        return sum(
+            {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in self.saved}.values()
+        )
 
     def count(self, name: str, of: str = "joint") -> int:
         """How many nodes call the operator ``tileops::<name>``."""
@@ -44,14 +49,14 @@ class Joint:
         return sum(str(n.target) == f"tileops.{name}.default" for n in nodes)
 
 
-def compiled(function: Callable[..., Any], **kwargs: Any) -> tuple[Callable[..., Any], Joint]:
-    """``function`` compiled without code generation, and what became of it once it is called."""
+def compiled(function: Callable[..., Any]) -> tuple[Callable[..., Any], Joint]:
+    """``function`` compiled as by Inductor up to its code, and what became of it once it is called."""
     seen = Joint()
 
     def partition(module: Any, inputs: Any, **more: Any) -> Any:
         seen.joint = [str(node.target) for node in module.graph.nodes]
         seen.outputs = more["num_fwd_outputs"]
-        return min_cut_rematerialization_partition(module, inputs, **more)
+        return min_cut_rematerialization_partition(module, inputs, compiler="inductor", **more)
 
     def keep(which: str) -> Callable[..., Any]:
         def compiler(module: Any, inputs: Any) -> Any:
@@ -61,6 +66,9 @@ def compiled(function: Callable[..., Any], **kwargs: Any) -> tuple[Callable[...,
         return compiler
 
     backend = aot_autograd(
-        fw_compiler=keep("forward"), bw_compiler=keep("backward"), partition_fn=partition
+        fw_compiler=keep("forward"),
+        bw_compiler=keep("backward"),
+        partition_fn=partition,
+        decompositions=select_decomp_table,
     )
-    return torch.compile(function, backend=backend, fullgraph=True, **kwargs), seen
+    return torch.compile(function, backend=backend, fullgraph=True), seen

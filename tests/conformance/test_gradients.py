@@ -122,7 +122,9 @@ def test_compiled_it_is_one_node(name, seed):
 
         run, seen = compiled(function)
         names, grads, found = gradients(
-            op, inputs, lambda op, given, run=run, present=present: run(*(given[n] for n in present))
+            op,
+            inputs,
+            lambda op, given, run=run, present=present: run(*(given[n] for n in present)),
         )
         hold(op, names, found, wanted(op, inputs, grads))
         classes = op_classes()
@@ -140,9 +142,18 @@ def test_low_precision(name, dtype, seed):
     """Against the gradient in float32 of the same values, which the tests above hold to the meaning.
     Each element is off by a few roundings of terms as large as the gradient's rms."""
     for op, inputs in calls(name, seed)[:2]:
-        variables = {i.name for i in op.entry.inputs if i.dtype is not None and i.dtype.names & set(op.entry.dtypes)}
-        low = {n: t.to(dtype) if t is not None and n in variables and t.is_floating_point() else t for n, t in inputs.items()}
-        high = {n: t.float() if t is not None and t.is_floating_point() else t for n, t in low.items()}
+        variables = {
+            i.name
+            for i in op.entry.inputs
+            if i.dtype is not None and i.dtype.names & set(op.entry.dtypes)
+        }
+        low = {
+            n: t.to(dtype) if t is not None and n in variables and t.is_floating_point() else t
+            for n, t in inputs.items()
+        }
+        high = {
+            n: t.float() if t is not None and t.is_floating_point() else t for n, t in low.items()
+        }
         names, grads, found = gradients(op, low)
         theirs = gradients(op, high, grads=[g.float() for g in grads])[2]
         for n, a, b in zip(names, found, theirs, strict=True):
@@ -162,10 +173,15 @@ def test_float64_by_differences(name, seed):
     """First and second derivatives; the second through the backward op's own gradient."""
     for op, inputs in calls(name, seed, most=12)[:2]:
         names = flowing(op, inputs)
-        wide = {n: t.double() if t is not None and t.is_floating_point() else t for n, t in inputs.items()}
+        wide = {
+            n: t.double() if t is not None and t.is_floating_point() else t
+            for n, t in inputs.items()
+        }
 
         def function(*leaves, op=op, wide=wide, names=names):
-            return tuple(outputs_of(op, call(op, {**wide, **dict(zip(names, leaves, strict=True))})))
+            return tuple(
+                outputs_of(op, call(op, {**wide, **dict(zip(names, leaves, strict=True))}))
+            )
 
         leaves = tuple(wide[n].clone().requires_grad_() for n in names)
         if any(result.dtype is not torch.float64 for result in function(*leaves)):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import importlib
-import operator
 import sys
 import threading
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -33,12 +34,27 @@ class Gradient:
     """The class of its backward op."""
     wiring: Wiring
 
-    def op(self, state: OpState, wants: tuple[bool, ...]) -> Any:
-        """The backward op of a forward op, for the gradients that are wanted."""
-        found = state.gradients.get(wants)
-        if found is None:
-            found = state.gradients[wants] = self._make(state.op, wants)
-        return found
+    context_target = staticmethod(targets.context_target)
+
+    def call(
+        self,
+        state: OpState,
+        wants: tuple[bool, ...],
+        target: str | None,
+        args: list[Any],
+        named: dict[str, Any],
+    ) -> tuple[Any, ...]:
+        """The gradients that are wanted, None for the others. ``target``: that of the forward's
+        ``use_target``, which autograd's own threads do not see."""
+        op = state.gradients.get(wants)
+        if op is None:
+            op = state.gradients[wants] = self._make(state.op, wants)
+        if target is None or targets.context_target() is not None:
+            results = op(*args, **named)
+        else:
+            with targets.use_target(target):
+                results = op(*args, **named)
+        return results if len(wants) > 1 else (results,)
 
     def _make(self, op: Any, wants: tuple[bool, ...]) -> Any:
         target = op.target
@@ -99,13 +115,32 @@ def _derived(cls: Any) -> Gradient | None:
         "decomposition": staticmethod(_vjp(cls.decomposition, cls.entry, wiring)),
         "kernel": KernelInterface(compiled_from=pays),
     }
-    derived = type(Op)(entry.name, (Op,), body, entry=entry)  # type: ignore[call-arg]
+    derived = types.new_class(
+        entry.name, (Op,), {"entry": entry}, lambda namespace: namespace.update(body)
+    )
     return Gradient(cls, derived, wiring)
 
 
-def _vjp(
-    decomposition: Callable[..., Any], entry: Entry, wiring: Wiring
-) -> Callable[..., Any]:
+_NOTHING = contextlib.nullcontext()
+
+
+@lru_cache(maxsize=1)
+def _autocast_keys() -> Any:
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    for name in vars(torch._C.DispatchKey):
+        if name.startswith("Autocast"):
+            keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+    return keys
+
+
+def _as_at_the_top() -> Any:
+    """Inside an operator the dispatcher has been passed, and a transform that began there would be
+    passed by too: forget how far the dispatcher has come, but for autocast, which stays off."""
+    excluded = torch._C._dispatch_tls_local_exclude_set() & _autocast_keys()
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
+def _vjp(decomposition: Callable[..., Any], entry: Entry, wiring: Wiring) -> Callable[..., Any]:
     """The decomposition of the derived backward op."""
     count = len(wiring.outputs)
     outputs = [n for n, o in enumerate(entry.outputs) if o.name in wiring.outputs]
@@ -139,32 +174,24 @@ def _vjp(
     return vjp
 
 
-_ENTRY = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
-_EXIT = torch._C.DispatchKey.FuncTorchDynamicLayerBackMode
-_ABOVE = functools.reduce(
-    operator.or_,
-    (
-        torch._C.DispatchKeySet(key)
-        for name, key in torch._C.DispatchKey.__members__.items()
-        if name.startswith(("Autograd", "FuncTorch")) or name == "ADInplaceOrView"
-    ),
-)
-"""What differentiation needs, and a mode's ``__torch_dispatch__`` has put out of reach."""
+def _within_a_level() -> bool:
+    """Whether a kernel of ours runs within a level of functorch, which lets no other be opened."""
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+    key = torch._C.DispatchKey
+    return excluded(key.FuncTorchDynamicLayerFrontMode) and not excluded(
+        key.FuncTorchDynamicLayerBackMode
+    )
 
 
 def _pull(
     forward: Callable[..., Any], primals: tuple[Any, ...], grads: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """The gradients of ``primals``, wherever the dispatcher is."""
-    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
-    if torch.compiler.is_dynamo_compiling() or not excluded(_ENTRY):
-        return _functional(forward, primals, grads)
-    if excluded(_EXIT):
-        tls = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-        with torch._C._ForceDispatchKeyGuard(tls[0], tls[1] - _ABOVE):
-            return _functional(forward, primals, grads)
-    # A kernel that runs within a level of functorch can open no other: forward over reverse. Leaves of
-    # their own are made without grad, which tangents pass.
+    if torch.compiler.is_dynamo_compiling() or not _within_a_level():
+        with _NOTHING if torch.compiler.is_compiling() else _as_at_the_top():
+            found: tuple[Any, ...] = torch.func.vjp(forward, *primals)[1](grads)
+            return found
+    # Forward over reverse. Leaves of their own are made without grad, which tangents pass.
     from torch._functorch.eager_transforms import enable_inplace_requires_grad
 
     with torch.no_grad(), enable_inplace_requires_grad(True):
@@ -177,11 +204,3 @@ def _pull(
     )
     with torch.no_grad():  # detach() would drop the tangents too
         return tuple(gradient.view_as(gradient) for gradient in found)
-
-
-def _functional(
-    forward: Callable[..., Any], primals: tuple[Any, ...], grads: tuple[Any, ...]
-) -> tuple[Any, ...]:
-    _, pull = torch.func.vjp(forward, *primals)
-    found: tuple[Any, ...] = pull(grads)
-    return found

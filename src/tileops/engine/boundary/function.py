@@ -54,19 +54,21 @@ def _make(
     cls: Any, overload: Any, branch: Branch, body: Callable[..., Any], gradient: Any
 ) -> Callable[..., Any]:
     entry: Entry = cls.entry
-    forward = _forward(entry, overload, body)
     name = overload.name().removeprefix("tileops::").partition(".")[0]
     carried = [
         output.name
         for index, output in enumerate(entry.outputs)
         if output.name not in branch.without and index not in returned_of(entry, branch)
     ]
+    count = len(overload._schema.arguments)
     if gradient is None or set(carried) & set(gradient.wiring.outputs):
+        gradient, copied = None, []
         setup_context, backward = refusing_rules(cls)
         name += "_declares_no_backward"  # the name is what users see as grad_fn
-        copied: list[int] = []
     else:
-        setup_context, backward, copied = _rules(entry, branch, gradient, len(overload._schema.arguments))
+        found = _Rules(entry, branch, gradient, count)
+        setup_context, backward, copied = found.setup_context, found.backward, found.copied
+    forward = _forward(overload, body, count, _policy(entry, branch, gradient))
 
     rules = {"forward": forward, "setup_context": setup_context, "backward": backward}
     function: Any = type(
@@ -82,7 +84,9 @@ def _applying(function: Any, copied: list[int]) -> Callable[..., Any]:
 
     def apply(*args: Any) -> Any:
         if copied:
-            args = (*args, *(args[n].clone() for n in copied))
+            # Copied again in the backward pass they would be copies of what was written.
+            with _tagged(CheckpointPolicy.MUST_SAVE):
+                args = (*args, *(args[n].clone() for n in copied))
         if torch._C._are_functorch_transforms_active():
             from torch._functorch.utils import enable_single_level_autograd_function
 
@@ -96,43 +100,50 @@ def _applying(function: Any, copied: list[int]) -> Callable[..., Any]:
 # ---- forward -------------------------------------------------------------------------------------
 
 
-def _forward(entry: Entry, overload: Any, body: Callable[..., Any]) -> Callable[..., Any]:
-    count = len(overload._schema.arguments)
-    recomputed = entry.kind != "template"
+def _policy(entry: Entry, branch: Branch, gradient: Any) -> CheckpointPolicy | None:
+    """What a tracer of training is told: the output of a cheap op is computed again in the backward
+    pass. Of an operator that it does not know it would keep it."""
+    if entry.kind == "template" or branch.writes or gradient is None:
+        return None
+    if set(gradient.wiring.saved) & {output.name for output in entry.outputs}:
+        return None  # the output is what the backward op needs
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
+
+def _forward(
+    overload: Any, body: Callable[..., Any], count: int, policy: CheckpointPolicy | None
+) -> Callable[..., Any]:
     def forward(*args: Any) -> Any:
         args = args[:count]
         if direct() and all(type(argument) in _EXACT for argument in args[:-1]):
             return body(*args)
-        below = _levels_below() if torch._C._are_functorch_transforms_active() else _NOTHING
-        cheap = _recomputed() if recomputed else _NOTHING
-        with torch._C._AutoDispatchBelowAutograd(), below, cheap:
+        with torch._C._AutoDispatchBelowAutograd(), _levels_below(), _tagged(policy):
             return overload.redispatch(keys_below_autograd(args), *args)
 
     return forward
-
-
-_NOTHING = contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def _levels_below() -> Iterator[None]:
     """The levels of functorch below have graphs and tangents of their own, which must go on where
     ``autograd.Function`` has switched both off for this one."""
+    if not torch._C._are_functorch_transforms_active():
+        yield
+        return
     with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
         yield
 
 
 @contextlib.contextmanager
-def _recomputed() -> Iterator[None]:
-    """Tell a tracer of training that the node is cheap: its output is computed again in the backward
-    pass and not kept. The partitioner would keep what an operator that it does not know gives. A
-    checkpoint policy round it has spoken before or speaks after, and wins."""
-    meta = fx_traceback.get_current_meta() if fx_traceback.has_preserved_node_meta() else None
+def _tagged(policy: CheckpointPolicy | None) -> Iterator[None]:
+    """Mark the nodes that a tracer makes meanwhile for the partitioner of forward and backward. A
+    checkpoint policy of the caller has spoken before, or speaks after, and wins."""
+    traced = policy is not None and fx_traceback.has_preserved_node_meta()
+    meta = fx_traceback.get_current_meta() if traced else None
     if meta is None or "recompute" in meta:
         yield
         return
-    meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+    meta["recompute"] = policy
     try:
         yield
     finally:
@@ -142,74 +153,78 @@ def _recomputed() -> Iterator[None]:
 # ---- backward ------------------------------------------------------------------------------------
 
 
-def _rules(
-    entry: Entry, branch: Branch, gradient: Any, count: int
-) -> tuple[Callable[..., Any], Callable[..., Any], list[int]]:
-    """``setup_context``, ``backward``, and the arguments of which they get a copy made before the
-    call writes them. ``count``: how many arguments the operator has, the last one the key."""
-    wiring = gradient.wiring
-    inputs = {item.name: n for n, item in enumerate(entry.inputs)}
-    returned = [entry.outputs[index].name for index in returned_of(entry, branch)]
-    places = [returned.index(name) if name in returned else None for name in wiring.outputs]
-    copied = [inputs[name] for name in wiring.saved if name in branch.writes]
-    without = [n for n, name in enumerate(returned) if name not in wiring.outputs]
-    items = gradient.cls.entry.inputs
-    needs_zeros = [n for n, item in enumerate(items[: len(places)]) if not item.optional]
-    names = [item.name if item.kw_only else "" for item in items]
-    wanted = [inputs[name] for name in wiring.inputs]
-    refused = [(n, item.name) for n, item in enumerate(entry.inputs) if n not in wanted]
-    alone = len(wanted) == 1
+class _Rules:
+    """``setup_context`` and ``backward`` where there is a backward op."""
 
-    def saved_of(arguments: Any, results: tuple[Any, ...]) -> Iterator[Any]:
-        for name in wiring.saved:
-            if name in branch.writes:
-                yield arguments[count + copied.index(inputs[name])]
-            elif name in inputs:
-                yield arguments[inputs[name]]
-            else:
-                yield results[returned.index(name)] if name in returned else None
+    def __init__(self, entry: Entry, branch: Branch, gradient: Any, count: int) -> None:
+        """``count``: how many arguments the operator has, the last one the key."""
+        wiring = gradient.wiring
+        inputs = {item.name: n for n, item in enumerate(entry.inputs)}
+        returned = [entry.outputs[index].name for index in returned_of(entry, branch)]
+        items = gradient.cls.entry.inputs
+        self.entry, self.gradient, self.count = entry, gradient, count
+        self.copied = [inputs[name] for name in wiring.saved if name in branch.writes]
+        """Arguments of which the rules get a copy, made before the call writes them."""
+        self.places = [returned.index(n) if n in returned else None for n in wiring.outputs]
+        self.without = [n for n, name in enumerate(returned) if name not in wiring.outputs]
+        self.needs_zeros = [not item.optional for item in items[: len(self.places)]]
+        self.names = [item.name if item.kw_only else "" for item in items]
+        self.wanted = [inputs[name] for name in wiring.inputs]
+        self.refused = [(n, name) for name, n in inputs.items() if n not in self.wanted]
+        self.saved = [self._source(name, branch, inputs, returned) for name in wiring.saved]
 
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def _source(
+        self, name: str, branch: Branch, inputs: dict[str, int], returned: list[str]
+    ) -> int | None:
+        """Where a saved tensor stands among the arguments, the copies and the results."""
+        if name in branch.writes:
+            return self.count + self.copied.index(inputs[name])
+        if name in inputs:
+            return inputs[name]
+        at = self.count + len(self.copied)
+        return at + returned.index(name) if name in returned else None
+
+    def setup_context(self, ctx: Any, inputs: Any, output: Any) -> None:
         results = output if isinstance(output, tuple) else (output,)
-        ctx.save_for_backward(*saved_of(inputs, results))
+        tensors = (*inputs, *results)
+        ctx.save_for_backward(*(None if n is None else tensors[n] for n in self.saved))
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(results[n] for n in without))
+        ctx.mark_non_differentiable(*(results[n] for n in self.without))
         # Held until the gradient is computed: a key may mean an op that lives only here.
-        ctx.state = resolve(gradient.forward, inputs[count - 1])
+        ctx.state = resolve(self.gradient.forward, inputs[self.count - 1])
+        ctx.target = self.gradient.context_target()
         ctx.refused = [
             (n, name, inputs[n].shape, inputs[n].dtype)
-            for n, name in refused
+            for n, name in self.refused
             if inputs[n] is not None and inputs[n].requires_grad
         ]
         ctx.shapes = [(r.shape, r.dtype, r.device) for r in results] if len(results) > 1 else ()
 
-    def gradients(ctx: Any, grads: tuple[Any, ...]) -> list[Any]:
-        given = [None if place is None else grads[place] for place in places]
-        for n in needs_zeros:
-            place = places[n]
-            if given[n] is None and place is not None:
-                shape, dtype, device = ctx.shapes[place]
-                given[n] = torch.zeros(shape, dtype=dtype, device=device)
-        return given
-
-    def backward(ctx: Any, *grads: Any) -> Any:
-        found: list[Any] = [None] * (count + len(copied))
-        wants = tuple(ctx.needs_input_grad[n] for n in wanted)
-        arrived = next((grads[n] for n in places if n is not None and grads[n] is not None), None)
+    def backward(self, ctx: Any, *grads: Any) -> Any:
+        found: list[Any] = [None] * (self.count + len(self.copied))
+        given = [None if n is None else grads[n] for n in self.places]
+        arrived = next((grad for grad in given if grad is not None), None)
         if arrived is None:
             return tuple(found)
         for n, name, shape, dtype in ctx.refused:
             found[n] = torch.ops.tileops.refuse_backward(
-                arrived, shape, dtype, entry.name, name
+                arrived, shape, dtype, self.entry.name, name
             )
-        if not any(wants):
-            return tuple(found)
-        tensors = [*gradients(ctx, grads), *ctx.saved_tensors]
-        args = [t for t, name in zip(tensors, names, strict=True) if not name]
-        more = {name: t for t, name in zip(tensors, names, strict=True) if name}
-        results = gradient.op(ctx.state, wants)(*args, **more)
-        for n, result in zip(wanted, (results,) if alone else results, strict=True):
-            found[n] = result
+        wants = tuple(ctx.needs_input_grad[n] for n in self.wanted)
+        if any(wants):
+            tensors = [*self._filled(ctx, given), *ctx.saved_tensors]
+            args = [t for t, name in zip(tensors, self.names, strict=True) if not name]
+            named = {name: t for t, name in zip(tensors, self.names, strict=True) if name}
+            results = self.gradient.call(ctx.state, wants, ctx.target, args, named)
+            for n, result in zip(self.wanted, results, strict=True):
+                found[n] = result
         return tuple(found)
 
-    return setup_context, backward, copied
+    def _filled(self, ctx: Any, given: list[Any]) -> list[Any]:
+        """The gradients, zeros for one that did not arrive and that the backward op must have."""
+        filled = list(given)
+        for n, (place, needed) in enumerate(zip(self.places, self.needs_zeros, strict=True)):
+            if needed and filled[n] is None and place is not None:
+                shape, dtype, device = ctx.shapes[place]
+                filled[n] = torch.zeros(shape, dtype=dtype, device=device)
+        return filled

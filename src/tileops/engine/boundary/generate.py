@@ -428,6 +428,7 @@ def make_calls(
         "_epoch": epoch,
         "_context": context_target,
         "_make_plan": make_plan,
+        "_gradient_of": gradient_of,
         "_keep_hot": keep_hot,
         "_ABSENT": ABSENT,
         "_growth": cls._growth,
@@ -453,7 +454,7 @@ def make_calls(
         return Boundary((), None)
     cls._call_boundary = namespace["_call_boundary"]
     cls._run = staticmethod(namespace["_run"])
-    boundary = _define(cls, entry, branches, base, namespace, gradient_of)
+    boundary = _define(cls, entry, branches, base, namespace)
     owner.library = boundary.library
     return boundary
 
@@ -468,12 +469,7 @@ def _refusing_nested(cls: Any, overload: Any) -> Callable[..., None]:
 
 
 def _define(
-    cls: Any,
-    entry: Entry,
-    branches: tuple[Branch, ...],
-    base: str,
-    namespace: dict[str, Any],
-    gradient_of: Callable[[Any], Any],
+    cls: Any, entry: Entry, branches: tuple[Branch, ...], base: str, namespace: dict[str, Any]
 ) -> Boundary:
     library = torch.library.Library("tileops", "FRAGMENT")
     operators = []
@@ -491,7 +487,7 @@ def _define(
         namespace[f"_op_{index}"] = overload
         namespace[f"_carried_{index}"] = carrying(cls, branch)
         namespace[f"_differentiable_{index}"] = differentiable(
-            cls, overload, branch, namespace[f"_body_{index}"], gradient_of
+            cls, overload, branch, namespace[f"_body_{index}"], namespace["_gradient_of"]
         )
         operators.append(Operator(f"tileops::{name}", schema, branch, overload))
     return Boundary(tuple(operators), library)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tileops.engine.errors import ManifestError
@@ -55,11 +56,15 @@ def _taken(entry: Entry) -> set[str]:
     return shapes | inputs | entry.shape_params | set(entry.dims) | set(entry.dtypes)
 
 
-def _free(prefix: str, name: str, taken: set[str]) -> str:
-    result = prefix + name
-    while result in taken:
-        result = prefix + result
-    return result
+def _prefixed(prefix: str, names: Iterable[str], taken: set[str]) -> tuple[str, ...]:
+    """The names with a prefix, once more where that is taken."""
+    found: list[str] = []
+    for name in names:
+        result = prefix + name
+        while result in taken or result in found:
+            result = prefix + result
+        found.append(result)
+    return tuple(found)
 
 
 def wiring_of(entry: Entry, saved: tuple[str, ...], params: tuple[str, ...]) -> Wiring:
@@ -70,20 +75,20 @@ def wiring_of(entry: Entry, saved: tuple[str, ...], params: tuple[str, ...]) -> 
         tuple(output.name for output in entry.differentiable_outputs),
         saved,
         params,
-        tuple(_free("wants_", name, taken) for name in inputs),
+        _prefixed("wants_", inputs, taken),
         inputs,
     )
 
 
 def _gradients(entry: Entry, wiring: Wiring) -> list[Input]:
     """The gradients that come in. Of several outputs each may be absent, which is as good as zero."""
-    taken = _taken(entry)
+    names = _prefixed("grad_", wiring.outputs, _taken(entry))
     found = []
-    for output in entry.differentiable_outputs:
+    for name, output in zip(names, entry.differentiable_outputs, strict=True):
         text = output.dtype.text
         optional = len(wiring.outputs) > 1 or output.nullable is not None
         found.append(Input(
-            name=_free("grad_", output.name, taken),
+            name=name,
             dtype=None if text in DTYPES else output.dtype,
             dtypes=(text,) if text in DTYPES else (),
             shape=output.shape, optional=optional, passed_when=None, mutated=None,
@@ -94,15 +99,15 @@ def _gradients(entry: Entry, wiring: Wiring) -> list[Input]:
 
 def _given(entry: Entry, wiring: Wiring) -> list[Output]:
     """The gradients that go out."""
-    taken = _taken(entry)
+    names = _prefixed("grad_", wiring.inputs, _taken(entry))
     found = []
-    for want, name in zip(wiring.wants, wiring.inputs, strict=True):
+    for own, want, name in zip(names, wiring.wants, wiring.inputs, strict=True):
         item = entry.input(name)
         there = want
         if item.optional and name in wiring.saved:
             there = f"({want} and passed({name}))"
         found.append(Output(
-            name=_free("grad_", name, taken),
+            name=own,
             dtype=item.dtype or Expr(item.dtypes[0]),
             shape=item.shape, nullable=Expr(f"not {there}"), buffer=False, is_input=None,
             line=entry.line,
@@ -158,12 +163,12 @@ def derived_backward(entry: Entry) -> tuple[Entry, Wiring] | None:
 
 def _floating(entry: Entry) -> dict[str, tuple[str, ...]]:
     """The dtype variables; of those that what is differentiated has, the floating dtypes alone."""
-    used: set[str] = set()
-    for item in (*entry.differentiable_inputs, *entry.differentiable_outputs):
-        used |= set() if item.dtype is None else item.dtype.names
+    dtypes = [i.dtype for i in entry.differentiable_inputs if i.dtype is not None]
+    dtypes += [output.dtype for output in entry.differentiable_outputs]
+    used = {name for dtype in dtypes for name in dtype.names}
     return {
-        variable: tuple(d for d in dtypes if "float" in d) if variable in used else dtypes
-        for variable, dtypes in entry.dtypes.items()
+        variable: tuple(d for d in accepted if "float" in d) if variable in used else accepted
+        for variable, accepted in entry.dtypes.items()
     }
 
 
@@ -197,7 +202,9 @@ def dedicated_wiring(entry: Entry, backward: Entry) -> Wiring:
     """The wiring of the op that an entry names as its ``backward``. Raises ``ManifestError``."""
     faults = faults_of_backward(entry, backward)
     if faults:
-        raise ManifestError(backward.where, backward.name, f"as backward of {entry.name}: {faults[0]}")
+        raise ManifestError(
+            backward.where, backward.name, f"as backward of {entry.name}: {faults[0]}"
+        )
     grads = len(entry.differentiable_outputs)
     return wiring_of(
         entry,
@@ -241,7 +248,9 @@ def _input_faults(entry: Entry, backward: Entry, grads: list[Input]) -> list[str
             faults += _differences(dtype, fixed, kept.shape, item, "the output")
         else:
             faults.append(f"inputs.{item.name}: {entry.name} has no input or output of this name")
-    faults += [f"inputs.{i.name}: a backward op writes no input" for i in backward.inputs if i.mutated]
+    faults += [
+        f"inputs.{i.name}: a backward op writes no input" for i in backward.inputs if i.mutated
+    ]
     return faults
 
 

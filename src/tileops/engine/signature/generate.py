@@ -66,6 +66,7 @@ class _Emitter:
             (shape_names - self.params - set(DTYPES) - set(entry.dtypes)) | set(entry.dims)
         )
         self.settled_dtypes: set[str] = set()
+        self.told: list[Input] = []
         self.namespace: dict[str, Any] = dict(HELPERS)
         self.temporary = 0
 
@@ -253,19 +254,18 @@ class _Emitter:
         """In order; what needs to know what later inputs tell comes after them."""
         waiting = list(self.entry.inputs)
         while waiting:
-            item = next((item for item in waiting if self._emitted(item)), None)
-            if item is None:
-                self.tensor(waiting[0])  # raises, or is a dtype that nothing settles
-                item = waiting[0]
-            waiting.remove(item)
+            done = next((item for item in waiting if self._emitted(item)), waiting[0])
+            if done not in self.told:
+                self.tensor(done)  # raises, or is of a dtype that nothing tells
+            waiting.remove(done)
 
     def _emitted(self, item: Input) -> bool:
         """Whether all that its check needs was known; then it stands."""
+        told = {other.dtype.text for other in (*self.told, item) if other.dtype is not None}
+        if item.dtype is not None and item.dtype.names & set(self.entry.dtypes) - told:
+            return False
         lines, level, temporary = len(self.lines), self.level, self.temporary
         state, settled = dict(self.state), set(self.settled_dtypes)
-        if item.dtype is not None and item.dtype.text not in self.entry.dtypes:
-            if item.dtype.names & set(self.entry.dtypes) - settled:
-                return False
         try:
             self.tensor(item)
         except ManifestError:
@@ -273,6 +273,7 @@ class _Emitter:
             self.level, self.temporary = level, temporary
             self.state, self.settled_dtypes = state, settled
             return False
+        self.told.append(item)
         return True
 
     def tensor(self, item: Input) -> None:
