@@ -27,7 +27,7 @@ from tests.oracle import call, exact
 from tileops.elementwise import AddFwdOp, SiLUAndMulFwdOp, SiLUFwdOp
 from tileops.engine.errors import TransformError
 from tileops.gemm import GEMMFwdOp
-from tileops.norm import RMSNormFwdOp
+from tileops.norm import BatchNormFwdOp, RMSNormFwdOp
 from tileops.reduction import SoftmaxFwdOp
 
 
@@ -85,7 +85,9 @@ def exact_jvp(op, inputs, tangents):
     dummies = [torch.zeros_like(r, requires_grad=True) for r in results]
     back = torch.autograd.grad(results, leaves, dummies, create_graph=True, allow_unused=True)
     product = sum(
-        (b.double() * t.double()).sum() for b, t in zip(back, tangents, strict=True) if b is not None
+        (b.double() * t.double()).sum()
+        for b, t in zip(back, tangents, strict=True)
+        if b is not None
     )
     found = torch.autograd.grad(product, dummies, allow_unused=True)
     return [torch.zeros_like(d) if f is None else f for d, f in zip(dummies, found, strict=True)]
@@ -169,7 +171,8 @@ def test_second_derivatives(name, seed):
         if name not in WRONG_BACKWARD_OVER_FORWARD:
             ours["backward over forward"] = grad(forward, every)(*leaves)
         given, theirs = own(wide, flowing(op, wide))
-        value = scalar(lambda *_: outputs_of(op, meaning(op, given)))()
+        results = outputs_of(op, meaning(op, given))
+        value = sum(r.sin().sum() for r in results)
         once = torch.autograd.grad(value, theirs, create_graph=True, allow_unused=True)
         pairs = zip(once, tangents, strict=True)
         twice = torch.autograd.grad(
@@ -261,6 +264,19 @@ def test_what_is_detached_is_a_constant():
     primal, tangent = jvp(lambda t: op(t.detach()), (x,), (x,))
     assert torch.equal(primal, op(x))
     assert not tangent.any()
+
+
+def test_running_statistics_under_forward_mode():
+    op, x, tangent = BatchNormFwdOp(training=True), *torch.randn(2, 6, 3)
+    plain, dual = [(torch.zeros(3), torch.ones(3)) for _ in range(2)]
+    op(x, *plain)
+    ours = jvp(lambda t: op(t, *dual)[0], (x,), (tangent,))[1]
+    for a, b in zip(dual, plain, strict=True):
+        torch.testing.assert_close(a, b)
+    theirs = jvp(lambda t: F.batch_norm(t, None, None, training=True), (x,), (tangent,))[1]
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    with pytest.raises(TransformError, match="through a call that writes 'running_mean'"):
+        jvp(lambda m: op(x, m * 1, dual[1])[0], (dual[0],), (dual[0],))
 
 
 def test_a_write_takes_no_tangent():
