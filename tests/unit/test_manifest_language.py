@@ -40,7 +40,7 @@ ThingFwdOp:
         message: "something is there"
   composition: {first: OtherFwdOp}
   backward: ThingBwdOp
-  sharding: {B: any}
+  sharding: {B: shard, "B[width]": "replicate if mode == 'rope' else sum"}
   workloads:
     - {label: plain, dims: {B: [2, 3], D: 8, N: 4}, dtypes: {T: float16, I: int32}}
     - label: rotated
@@ -90,7 +90,11 @@ def test_every_field_is_read(everything):
         ("len(B) > 0 or D > 1", "something is there", None),
     ]
     assert entry.composition == {"first": "OtherFwdOp"}
-    assert (entry.backward, entry.sharding) == ("ThingBwdOp", {"B": "any"})
+    assert entry.backward == "ThingBwdOp"
+    assert [(r.names, r.at, r.word.text) for r in entry.sharding] == [
+        (("B",), None, "shard"),
+        (("B",), "width", "replicate if mode == 'rope' else sum"),
+    ]
     plain, rotated = entry.workloads
     assert (plain.label, plain.dims, plain.params) == ("plain", {"B": (2, 3), "D": 8, "N": 4}, {})
     assert rotated.params == {"mode": "rope", "width": 4}

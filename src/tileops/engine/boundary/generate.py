@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 from tileops.engine.boundary.autocast import give_autocast
 from tileops.engine.boundary.batching import give_batching
+from tileops.engine.boundary.dtensor import register_strategies
 from tileops.engine.boundary.function import differentiable
 from tileops.engine.boundary.gate import NAMES, QUIET, QUIET_BELOW, direct, keys_below_autograd
 from tileops.engine.boundary.hot import ABSENT, keep_hot
@@ -336,6 +337,7 @@ def _operator_source(
         give,
         "",
         f"def _fake_{index}({arguments}):",
+        "    _register_strategies(_cls)",  # DTensor comes here before it asks for them
         f"    outputs, _, device = _signature(_resolve(_cls, instance_key).op, {checked})",
         f"    return {_fake_result(returned)}",
         "",
@@ -445,6 +447,7 @@ def make_calls(
         "_without_autocast": torch._C._DisableAutocast,
         "_keys_below_autograd": keys_below_autograd,
         "_live": live_states(cls).get,
+        "_register_strategies": register_strategies,
     }
     namespace = compile_source(source, filename, namespace)
     cls.__call__ = namespace["__call__"]

@@ -13,6 +13,7 @@ from tileops.engine.errors import ManifestError
 from tileops.engine.manifest.document import Located
 from tileops.engine.manifest.expr import DTYPES, Expr, ExpressionError, parse
 from tileops.engine.manifest.names import check_names
+from tileops.engine.manifest.sharding import ShardingRule, parse_rule
 
 __all__ = [
     "MISSING", "Branch", "Content", "Cost", "Entry", "Input", "Output", "Param", "ParamType",
@@ -160,7 +161,7 @@ class Entry:
     rules: tuple[Rule, ...]
     composition: Mapping[str, str]
     backward: str | None
-    sharding: Mapping[str, str]
+    sharding: tuple[ShardingRule, ...]
     workloads: tuple[Workload, ...]
     cost: Cost
     autocast: str | None = None
@@ -325,6 +326,12 @@ class _Reader:
             _differentiable(node),
         )
 
+    def sharding(self, key: str, node: Located) -> ShardingRule:
+        try:
+            return parse_rule(key, node.value)
+        except ExpressionError as error:
+            self.fail(node, f"sharding.{key}: {error}")
+
     def known_dtypes(self, node: Located, names: tuple[str, ...]) -> None:
         for name in names:
             if name not in DTYPES:
@@ -425,7 +432,9 @@ def parse_entry(name: str, node: Located, path: Path, family: str) -> Entry:
         ),
         composition=composition.plain() if composition else {},
         backward=backward.value if backward else None,
-        sharding=sharding.plain() if sharding else {},
+        sharding=tuple(
+            read.sharding(key, child) for key, child in (sharding.value if sharding else {}).items()
+        ),
         workloads=tuple(read.workload(child) for child in node.value["workloads"].value),
         cost=Cost(
             read.need_expr(cost.value["flops"]),
