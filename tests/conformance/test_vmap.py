@@ -12,13 +12,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tests.cases import float32_calls, op_classes
 from tests.oracle import call, exact
 from tileops import recording
+from tileops.attention import GQADenseFwdOp
 from tileops.backend.tolerances import compare
 from tileops.elementwise import AddFwdOp, GELUFwdOp, SiLUAndMulFwdOp, SiLUFwdOp
 from tileops.engine.errors import TransformError
 from tileops.gemm import GEMMFwdOp
 from tileops.moe import MaskedLayoutSpec, MoEGroupedGEMMFwdOp
-from tileops.norm import FusedAddRMSNormFwdOp, LayerNormFwdOp, RMSNormFwdOp
+from tileops.norm import BatchNormFwdOp, FusedAddRMSNormFwdOp, LayerNormFwdOp, RMSNormFwdOp
 from tileops.reduction import SoftmaxFwdOp
+from tileops.rope import RoPENeoxPositionIdsFwdOp
 
 CALLED = sorted(name for name, cls in op_classes().items() if cls.entry.inputs)
 
@@ -41,6 +43,8 @@ def batch_of(tensor, size, dim):
     slices = [
         tensor / (n + 1) if tensor.is_floating_point() else tensor.clone() for n in range(size)
     ]
+    if tensor.dtype is torch.int64 and tensor.ndim == 1 and tensor.numel():
+        slices = [tensor.roll(n) for n in range(size)]  # the same indices elsewhere
     return torch.stack(slices, dim)
 
 
@@ -120,12 +124,31 @@ ONE_CALL = [
 ]
 
 
+ATTENTION = {"q": (2, 3, 4, 8), "k": (2, 5, 2, 8), "v": (2, 5, 2, 8)}
+ONE_CALL += [
+    (GEMMFwdOp(), {"a": (2, 4), "b": (5, 4)}, {"a": 1}),
+    (GEMMFwdOp(trans_a=True), {"a": (4, 2), "b": (5, 4)}, {"a": 0}),
+    (GEMMFwdOp(trans_b=False), {"a": (2, 4), "b": (4, 5)}, {"b": 2}),
+    (GQADenseFwdOp(is_causal=True), ATTENTION, {"q": 4, "k": 0, "v": 1}),
+    (GQADenseFwdOp(), ATTENTION, {"q": 2}),
+    (RoPENeoxPositionIdsFwdOp(max_position=9), {"x": (4, 2, 8), "positions": (4,)}, {"x": 3}),
+    (
+        RoPENeoxPositionIdsFwdOp(max_position=9),
+        {"x": (4, 2, 8), "positions": (4,)},
+        {"positions": 1},
+    ),
+    (BatchNormFwdOp(training=True), {"input": (4, 3, 2)}, {"input": 2}),
+]
+
+
 @pytest.mark.parametrize(("op", "shapes", "dims"), ONE_CALL)
 @pytest.mark.parametrize("size", [0, 1, 7])
 def test_one_call(op, shapes, dims, size):
     inputs = {name: torch.randn(shape) for name, shape in shapes.items()}
+    if "positions" in inputs:
+        inputs["positions"] = torch.randint(9, shapes["positions"])
     if not size:
-        batched = {n: torch.empty((0, *shapes[n])).movedim(0, dim) for n, dim in dims.items()}
+        batched = {n: inputs[n][None][:0].movedim(0, dim) for n, dim in dims.items()}
 
         def function(*tensors):
             return call(op, {**inputs, **dict(zip(batched, tensors, strict=True))})
@@ -176,6 +199,8 @@ def test_what_does_not_lead_is_called_by_slice():
     assert [e.data["calls"] for e in events if e.kind == "vmap"] == [3]
     for n in range(3):
         torch.testing.assert_close(ours[n], op(x[n], weight[n]))
+    products = torch.vmap(GEMMFwdOp())(x, x)  # two slices, one product: no one call does it
+    torch.testing.assert_close(products, x @ x.mT)
     empty = torch.vmap(op)(x[:0], weight[:0])
     assert empty.shape == (0, 5, 4)
     assert torch.vmap(GEMMFwdOp())(torch.empty(0, 2, 3), torch.empty(0, 5, 3)).shape == (0, 2, 5)

@@ -1,9 +1,11 @@
-"""``vmap`` of an operator: one call where the batch can join the dims that lead every shape, else one
-call for each slice.
+"""``vmap`` of an operator: one call where the named dims show how, else one call for each slice.
 
-What leads is read from the entry: ``*B`` in ``[*B, N]``, or all of ``[*A]`` and ``[*B]`` where the
-outputs are ``[*bcast(A, B)]``. A batch in front of it changes nothing if nothing else in the entry
-looks at these dims, and if a reduction has others to reduce over.
+The batch joins the dims that lead every shape: ``*B`` in ``[*B, N]``, or all of ``[*A]`` and ``[*B]``
+where the outputs are ``[*bcast(A, B)]``. In front of them it changes nothing if nothing else in the
+entry looks at these dims, and if a reduction has others to reduce over.
+
+Else it is folded into a dim along which the call could be cut into independent parts, as ``sharding``
+tells: the slices are such parts.
 """
 
 from __future__ import annotations
@@ -12,15 +14,19 @@ import ast
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tileops.engine import record
+from tileops.engine.boundary.dtensor import likely
 from tileops.engine.boundary.instances import resolve
 from tileops.engine.boundary.schema import returned_of
 from tileops.engine.errors import TransformError
 from tileops.engine.manifest.entry import Branch, Entry
+from tileops.engine.signature.sharding import SUM, Way, ways
 
 __all__ = ["Leading", "give_batching", "leading", "takes_a_batch"]
 
@@ -96,6 +102,9 @@ def takes_a_batch(entry: Entry) -> bool:
     looked_at += [item.dtype for item in entry.inputs if item.dtype is not None]
     if any(expr.names & set(free.names) for expr in looked_at):
         return False
+    for rule in entry.sharding:
+        if set(rule.names) & set(free.names) and (rule.at or rule.word.text != "shard"):
+            return False
     return entry.kind == "pointwise" or any(free.trailing.values())
 
 
@@ -121,7 +130,8 @@ def _rule(cls: Any, branch: Branch, overload: Any) -> Callable[..., Any]:
     entry: Entry = cls.entry
     names = [item.name for item in entry.inputs]
     lead = leading(entry, branch)
-    count = len(returned_of(entry, branch))
+    returned = [entry.outputs[index].name for index in returned_of(entry, branch)]
+    count = len(returned)
 
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
         tensors = {}
@@ -136,16 +146,22 @@ def _rule(cls: Any, branch: Branch, overload: Any) -> Callable[..., Any]:
                 if tensor is not None
             )
             served = _served(cls, args[-1], ranks)
+        size, dims = info.batch_size, (0,) * count
+        way = None if served is not None else _way(cls, branch, args[-1], _facts(tensors, batched))
         if record.listening():
-            calls = info.batch_size if served is None else 1
-            record.emit("vmap", op=cls.__name__, key=args[-1], batch=info.batch_size, calls=calls)
-        if served is None:
-            result = _by_slice(cls, overload, tensors, batched, args[-1], info.batch_size)
-        else:
+            calls = size if served is None and way is None else 1
+            record.emit("vmap", op=cls.__name__, key=args[-1], batch=size, calls=calls)
+        if served is not None:
             assert lead is not None
-            given = _joined(entry, lead, tensors, batched, info.batch_size)
+            given = _joined(entry, lead, tensors, batched, size)
             result = overload(*given, served._instance_key)
-        return result, 0 if count == 1 else (0,) * count
+        elif way is not None:
+            given = _folded(entry, way, tensors, batched, size)
+            dims = tuple(int(way.outputs[name]) for name in returned)
+            result = _unfolded(overload(*given, args[-1]), dims, size)
+        else:
+            result = _by_slice(cls, overload, tensors, batched, args[-1], size)
+        return result, dims[0] if count == 1 else dims
 
     return rule
 
@@ -179,6 +195,70 @@ def _joined(
                 tensor = tensor.contiguous()
         given.append(tensor)
     return given
+
+
+Fact = tuple[str, tuple[int, ...] | None, torch.dtype | None, bool]
+"""Name, shape of a slice, dtype and whether it is batched; of one that is absent the name alone."""
+
+
+def _facts(tensors: dict[str, Any], batched: set[str]) -> tuple[Fact, ...]:
+    return tuple(
+        (name, None, None, False)
+        if t is None
+        else (name, tuple(map(likely, t.shape[name in batched :])), t.dtype, name in batched)
+        for name, t in tensors.items()
+    )
+
+
+@lru_cache(maxsize=1024)
+def _way(cls: Any, branch: Branch, key: str, facts: tuple[Fact, ...]) -> Way | None:
+    """The way to cut a call that gives the slices back, with the fewest elements to repeat."""
+    entry: Entry = cls.entry
+    with torch._C._DisableFuncTorch(), _disable_current_modes():
+        slices = {
+            name: None if shape is None else torch.empty(shape, dtype=dtype, device="meta")
+            for name, shape, dtype, _ in facts
+        }
+        candidates = ways(resolve(cls, key).op, branch, slices)
+    batched = {name for name, _, _, there in facts if there}
+    returned = [entry.outputs[index].name for index in returned_of(entry, branch)]
+    found = [
+        way
+        for way in candidates
+        if SUM not in way.inputs.values()
+        and not way.even  # rules speak of that size: what holds of a slice may not of many
+        and all(isinstance(way.inputs[name], int) for name in batched)
+        and all(isinstance(way.outputs[name], int) for name in returned)
+    ]
+
+    def repeated(way: Way) -> int:
+        cut = {name for name, place in way.inputs.items() if isinstance(place, int)}
+        return sum(prod(shape) for name, shape, *_ in facts if shape and name in cut - batched)
+
+    return min(found, key=repeated, default=None)
+
+
+def _folded(
+    entry: Entry, way: Way, tensors: dict[str, Any], batched: set[str], size: Any
+) -> list[Any]:
+    """The tensors of one call, with the batch outermost in the dim that ``way`` cuts."""
+    given = []
+    for item in entry.inputs:
+        tensor, place = tensors[item.name], way.inputs.get(item.name)
+        if isinstance(place, int):
+            if item.name not in batched:
+                tensor = tensor.unsqueeze(0).expand(size, *tensor.shape)
+            tensor = tensor.movedim(0, place).flatten(place, place + 1)
+            if item.contiguous:
+                tensor = tensor.contiguous()
+        given.append(tensor)
+    return given
+
+
+def _unfolded(result: Any, dims: tuple[int, ...], size: Any) -> Any:
+    if isinstance(result, torch.Tensor):
+        return result.unflatten(dims[0], (size, result.shape[dims[0]] // max(size, 1)))
+    return tuple(_unfolded(r, (dim,), size) for r, dim in zip(result, dims, strict=True))
 
 
 def _by_slice(
