@@ -156,21 +156,29 @@ def compare(rank: int, ranks: int, device: str, store: str, sizes: Sizes, tokens
         layer = Layer(sizes)
         x, positions = torch.randn(tokens, sizes.hidden), torch.arange(tokens)
         wanted = layer(x, positions)
+        arriving = torch.randn_like(wanted)
+        gradients = torch.autograd.grad(wanted, list(layer.parameters()), arriving)
 
         parallelize_module(layer, mesh, PLAN)
         split = distribute_tensor(x, mesh, [Shard(0)])
-        with torch.no_grad(), CommDebugMode() as seen:
+        with CommDebugMode() as seen:
             result = layer(split, positions)
         counts = {str(op).rpartition(".")[2]: n for op, n in seen.get_comm_counts().items()}
+        result.backward(distribute_tensor(arriving, mesh, [Shard(0)]))
         whole = result.full_tensor()
+        difference = (whole - wanted).abs().max()
         torch.testing.assert_close(whole, wanted, rtol=1e-4, atol=1e-4)
+        for (name, weight), gradient in zip(layer.named_parameters(), gradients, strict=True):
+            found = weight.grad
+            assert isinstance(found, DTensor), name
+            torch.testing.assert_close(found.full_tensor(), gradient, rtol=1e-3, atol=1e-3)
         if rank == 0:
             part = layer.attention.q.weight
             assert isinstance(part, DTensor)
             print(f"{ranks} ranks, {tokens} tokens, {sizes.heads} heads")
             print(f"rank 0 holds {part.to_local().shape[0]} of {part.shape[0]} rows of q")
             print("collectives of the layer: " + ", ".join(f"{n} {k}" for k, n in counts.items()))
-            print(f"largest difference to one device: {(whole - wanted).abs().max():.1e}")
+            print(f"largest difference to one device: {difference:.1e}")
     finally:
         dist.destroy_process_group()
 

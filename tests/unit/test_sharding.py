@@ -286,3 +286,59 @@ def test_compiled(dynamic):
         assert len(graphs) == 1
         (nodes,) = graphs
         assert nodes == ["tileops.norm_rms_norm_fwd.default", "tileops.gemm_fwd.default"]
+        assert [node for node in nodes if "tileops" in node or "c10d" in node] == [
+            "tileops.norm_rms_norm_fwd.default",
+            "tileops.gemm_fwd.default",
+        ]
+
+
+# ---- gradients ---------------------------------------------------------------------------------------------
+
+
+def test_the_gradient_of_a_weight_is_a_partial_sum():
+    with ranks(2) as mesh:
+        x, w = lay(mesh, ROWS, S0).requires_grad_(), lay(mesh, (8,), R).requires_grad_()
+        weight = lay(mesh, (6, 8), S0).requires_grad_()
+        with CommDebugMode() as seen:
+            result = RMSNormFwdOp((8,))(x, w)
+            result.backward(torch.ones_like(result))
+        assert (x.grad.placements, w.grad.placements) == ((S0,), (P,))
+        assert seen.get_total_counts() == 0
+        x = lay(mesh, ROWS, R).requires_grad_()
+        with CommDebugMode() as seen:
+            result = GEMMFwdOp()(x, weight)
+            result.backward(torch.ones_like(result))
+        assert (x.grad.placements, weight.grad.placements) == ((P,), (S0,))
+        assert seen.get_total_counts() == 0
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_one_of_two_results_is_used(used):
+    with ranks(2) as mesh:
+        args = [lay(mesh, ROWS, S0).requires_grad_() for _ in range(2)]
+        w = lay(mesh, (8,), R).requires_grad_()
+        result = FusedAddRMSNormFwdOp()(*args, w)[used]
+        result.backward(torch.ones_like(result))
+        assert [a.grad.placements for a in args] == [(S0,), (S0,)]
+
+
+def test_compiled_training():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch.compiler.reset()
+    norm, gemm, add = RMSNormFwdOp((8,)), GEMMFwdOp(), AddFwdOp()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def layer(x, w, weight):
+        return add(x, gemm(norm(x, w), weight))
+
+    with ranks(2) as mesh:
+        results = []
+        for call in (layer, torch.compile(layer, fullgraph=True, backend=counter)):
+            x, w = lay(mesh, ROWS, S0).requires_grad_(), lay(mesh, (8,), R).requires_grad_()
+            weight = lay(mesh, (8, 8), R).requires_grad_()
+            result = call(x, w, weight)
+            result.backward(torch.ones_like(result))
+            results.append([result.placements, *(t.grad.placements for t in (x, w, weight))])
+        assert results == [[(S0,), (S0,), (P,), (P,)]] * 2
+    assert counter.frame_count == 1

@@ -223,8 +223,9 @@ class _Rules:
     def _filled(self, ctx: Any, given: list[Any]) -> list[Any]:
         """The gradients, zeros for one that did not arrive and that the backward op must have."""
         filled = list(given)
+        like = next(grad for grad in given if grad is not None)  # a DTensor's zeros are one too
         for n, (place, needed) in enumerate(zip(self.places, self.needs_zeros, strict=True)):
             if needed and filled[n] is None and place is not None:
                 shape, dtype, device = ctx.shapes[place]
-                filled[n] = torch.zeros(shape, dtype=dtype, device=device)
+                filled[n] = like.new_zeros(shape, dtype=dtype, device=device)
         return filled

@@ -7,7 +7,6 @@ schema, body, fake and Autograd kernel.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,18 +23,15 @@ from tileops.engine.boundary.hot import ABSENT, keep_hot
 from tileops.engine.boundary.instances import live_states, resolve
 from tileops.engine.boundary.naming import operator_base_name
 from tileops.engine.boundary.owners import Owner
-from tileops.engine.boundary.refusals import (
-    refuse_without_storage,
-    refuse_written_grad,
-)
-from tileops.engine.boundary.schema import returned_of, schema_of
+from tileops.engine.boundary.refusals import refuse_without_storage, refuse_written_grad
+from tileops.engine.boundary.schema import call_signature, returned_of, schema_of
 from tileops.engine.boundary.tangents import carrying
 from tileops.engine.manifest.entry import Branch, Entry
 from tileops.engine.manifest.expr import Expr
 from tileops.engine.signature.generate import compile_source, presence_lines
 from tileops.engine.signature.runtime import HELPERS, refuse
 
-__all__ = ["MISSING_ARGUMENT", "Boundary", "Operator", "call_signature", "make_calls"]
+__all__ = ["MISSING_ARGUMENT", "Boundary", "Operator", "make_calls"]
 
 
 class _MissingArgument:
@@ -494,19 +490,3 @@ def _define(
         )
         operators.append(Operator(f"tileops::{name}", schema, branch, overload))
     return Boundary(tuple(operators), library)
-
-
-def call_signature(entry: Entry) -> inspect.Signature:
-    """The signature a reader of ``help(op)`` sees."""
-    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-    for item in (*entry.positional_inputs, *(i for i in entry.inputs if i.kw_only)):
-        kind = (
-            inspect.Parameter.KEYWORD_ONLY
-            if item.kw_only
-            else inspect.Parameter.POSITIONAL_OR_KEYWORD
-        )
-        default = None if item.optional else inspect.Parameter.empty
-        parameters.append(inspect.Parameter(item.name, kind, default=default))
-    if entry.has_out:
-        parameters.append(inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, default=None))
-    return inspect.Signature(parameters)
