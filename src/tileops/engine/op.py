@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from tileops.engine import targets
+from tileops.engine.boundary.autocast import cast_inputs
+from tileops.engine.boundary.batching import takes_a_batch
 from tileops.engine.boundary.gate import direct
 from tileops.engine.boundary.generate import MISSING_ARGUMENT, Boundary, _superfluous, make_calls
 from tileops.engine.boundary.growth import Growth, growth_of
@@ -154,6 +156,11 @@ class Op:
         kernel's ``refuses``, ``entry_for`` and ``bind`` branch on must be in it. None: not this call."""
         return ()
 
+    def batched(self, ranks: Mapping[str, int]) -> Op | None:
+        """Hook: the op that does along a new first axis, slice by slice, what this one does; ``ranks``:
+        dims of each passed input of a slice. None: ``vmap`` calls this op for each slice."""
+        return self if takes_a_batch(self.entry) else None
+
     def settle(self, **attributes: Any) -> None:
         """Set attributes during ``setup``; afterwards an op is immutable."""
         if "_state" in self.__dict__:
@@ -241,8 +248,7 @@ class Op:
         if entry.has_boundary:
             return self._call_boundary(**dict(zip(names, arguments, strict=True)))
         if entry.composition:
-            type(self)._signature(self, *inputs, out)
-            return self.forward(**dict(zip(names, arguments, strict=True)))
+            return self._call_stages(inputs, out)
         if torch.compiler.is_compiling():
             return self.forward()  # an exporter that runs this sees what Dynamo sees: plain PyTorch
         state = self._state
@@ -250,6 +256,23 @@ class Op:
         plan = state.plans.get(facts) or _plan(state, facts, ())
         state.last = plan
         return plan.run()
+
+    def _call_stages(self, inputs: tuple[Any, ...], out: Any) -> Any:
+        """A composition checks its whole signature, since its stages would check less, and is cast
+        as a whole: stages that autocast casts one by one would not fit together."""
+        device = next((t.device.type for t in inputs if isinstance(t, torch.Tensor)), "cpu")
+        if not torch.is_autocast_enabled(device):
+            return self._run_stages(inputs, out)
+        writes = out is not None or any(item.mutated is not None for item in self.entry.inputs)
+        given = inputs if writes else cast_inputs(self, inputs, device)
+        with torch.autocast(device, enabled=False):
+            return self._run_stages(given, out)
+
+    def _run_stages(self, inputs: tuple[Any, ...], out: Any) -> Any:
+        type(self)._signature(self, *inputs, out)
+        entry = self.entry
+        named = dict(zip([item.name for item in entry.inputs], inputs, strict=True))
+        return self.forward(**named, **({"out": out} if entry.has_out else {}))
 
     @classmethod
     def backward_class(cls) -> type[Op] | None:

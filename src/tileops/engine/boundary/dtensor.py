@@ -21,7 +21,7 @@ from tileops.engine.errors import CheckError
 from tileops.engine.manifest.entry import Branch
 from tileops.engine.signature.sharding import REPLICATE, SUM, Place, Way, ways
 
-__all__ = ["register_strategies"]
+__all__ = ["likely", "register_strategies"]
 
 _registered: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -163,19 +163,19 @@ def _spec(mesh: Any, places: tuple[Place, ...], meta: Any) -> Any:
 
 
 def _whole(spec: Any) -> torch.Tensor | None:
-    """A tensor of the whole shape, without data. Symbolic sizes get a likely value: a decision must
-    not cost a guard."""
+    """A tensor of the whole shape, without data."""
     if spec is None:
         return None
     meta = spec.tensor_meta
-    shape, stride = tuple(map(_likely, meta.shape)), tuple(map(_likely, meta.stride))
+    shape, stride = tuple(map(likely, meta.shape)), tuple(map(likely, meta.stride))
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes():  # else a tracer would record it
         return torch.empty_strided(shape, stride, dtype=meta.dtype, device="meta")
 
 
-def _likely(size: Any) -> int:
+def likely(size: Any) -> int:
+    """A size, or a likely value of a symbolic one: a decision must not cost a guard."""
     if isinstance(size, int):
         return size
     if size.node.hint is not None:

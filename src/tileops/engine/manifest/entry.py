@@ -164,6 +164,8 @@ class Entry:
     sharding: tuple[ShardingRule, ...]
     workloads: tuple[Workload, ...]
     cost: Cost
+    autocast: str | None = None
+    """What ``torch.autocast`` does, where it is not what follows from the rest."""
     branches: tuple[Branch, ...] = field(default=(), compare=False)
     node: Located | None = field(default=None, compare=False, repr=False)
     """The entry as written, for the lines of its fields."""
@@ -402,6 +404,7 @@ def parse_entry(name: str, node: Located, path: Path, family: str) -> Entry:
     cost = node.value["cost"]
     composition = node.get("composition")
     backward = node.get("backward")
+    autocast = node.get("autocast")
     entry = Entry(
         name=name,
         family=family,
@@ -435,6 +438,7 @@ def parse_entry(name: str, node: Located, path: Path, family: str) -> Entry:
             read.expr(cost.get("read_bytes")),
             read.expr(cost.get("write_bytes")),
         ),
+        autocast=autocast.value if autocast else None,
         node=node,
     )
     check_names(read.fail, node, entry)
