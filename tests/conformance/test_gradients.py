@@ -110,7 +110,7 @@ def hold(op, inputs, names, grads, found):
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(torch.Tensor, "double", torch.Tensor.float)
                     rough = wanted(op, inputs, grads)
-            allowed = 8 * (rough[n] - theirs).norm() if rough[n] is not None else 0.0
+            allowed = 64 * (rough[n] - theirs).norm() if rough[n] is not None else 0.0
             assert (ours - theirs).norm() <= allowed, f"{op!r}: gradient of {name}: {result.text}"
 
 
