@@ -47,7 +47,9 @@ def joined(parts: list[torch.Tensor], place: Any) -> torch.Tensor:
 def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert found.dtype == expected.dtype
     # Of float32 a sum of at most some hundred products, whose order may differ; else bits.
-    torch.testing.assert_close(found.double(), expected.double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        found.double(), expected.double(), rtol=1e-5, atol=1e-5, equal_nan=True
+    )
 
 
 def run(op: Any, inputs: dict[str, torch.Tensor | None]) -> tuple[Any, ...]:
