@@ -123,7 +123,7 @@ def test_a_gradient_is_that_of_the_meaning(name, seed):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled_it_is_one_node(name, seed):
-    for op, inputs in calls(name, seed)[:2]:
+    for op, inputs in calls(name, seed)[:1]:
         torch._dynamo.reset()
         present = [n for n, t in inputs.items() if t is not None]
 
