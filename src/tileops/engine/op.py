@@ -239,7 +239,7 @@ class Op:
         """A composition checks its whole signature, since its stages would check less, and is cast
         as a whole: stages that autocast casts one by one would not fit together."""
         device = next((t.device.type for t in inputs if isinstance(t, torch.Tensor)), "cpu")
-        if not torch.is_autocast_enabled(device):
+        if device == "meta" or not torch.is_autocast_enabled(device):  # meta has no autocast
             return self._run_stages(inputs, out)
         writes = out is not None or any(item.mutated is not None for item in self.entry.inputs)
         given = inputs if writes else cast_inputs(self, inputs, device)
