@@ -94,21 +94,31 @@ def wanted(op, inputs, grads):
     return torch.autograd.grad(results, leaves, [g.double() for g in grads], allow_unused=True)
 
 
-def hold(op, names, found, exact_ones):
-    for name, ours, theirs in zip(names, found, exact_ones, strict=True):
+def hold(op, inputs, names, grads, found):
+    """Within the tolerance of a result; else, where terms cancel and next to nothing is left (the
+    gradient of a norm of two elements), within some times the error of the meaning in float32."""
+    rough = None
+    exact_ones = wanted(op, inputs, grads)
+    for n, (name, ours, theirs) in enumerate(zip(names, found, exact_ones, strict=True)):
         if theirs is None:  # the meaning does not use it
             theirs = torch.zeros(())
             ours = torch.zeros(()) if ours is None else ours.abs().max()
         assert ours is not None, f"{op!r}: no gradient of {name}"
         result = compare(ours, theirs.double(), op.entry.kind)
-        assert result.ok, f"{op!r}: gradient of {name}: {result.text}"
+        if not result.ok:
+            if rough is None:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(torch.Tensor, "double", torch.Tensor.float)
+                    rough = wanted(op, inputs, grads)
+            allowed = 64 * (rough[n] - theirs).norm() if rough[n] is not None else 0.0
+            assert (ours - theirs).norm() <= allowed, f"{op!r}: gradient of {name}: {result.text}"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_gradient_is_that_of_the_meaning(name, seed):
     for op, inputs in calls(name, seed):
         names, grads, found = gradients(op, inputs)
-        hold(op, names, found, wanted(op, inputs, grads))
+        hold(op, inputs, names, grads, found)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -126,7 +136,7 @@ def test_compiled_it_is_one_node(name, seed):
             inputs,
             lambda op, given, run=run, present=present: run(*(given[n] for n in present)),
         )
-        hold(op, names, found, wanted(op, inputs, grads))
+        hold(op, inputs, names, grads, found)
         classes = op_classes()
         stages = [classes[n] for n in op.entry.composition.values()] or [type(op)]
         assert not any(name.startswith("aten") and "mm" in name for name in seen.joint), seen.joint

@@ -72,6 +72,25 @@ def test_an_input_that_needs_what_later_ones_tell(tmp_path):
     assert "dtype float32" in check.refusal({**wide, "grad": half}).accepted
 
 
+def test_a_list_that_is_chosen_by_presence(tmp_path):
+    signature = """\
+    dtypes: {T: [float32]}
+    inputs:
+      grad: {dtype: T, shape: "[*bcast(A, L)] if passed(low) else [*bcast(A, U)]"}
+      x: {dtype: T, shape: "[*A]"}
+      low: {dtype: T, shape: "[*L]", optional: true}
+      high: {dtype: T, shape: "[*U]", optional: true}
+    outputs: {y: {dtype: T, shape: "[*A]"}}
+    """
+    check = Check(tmp_path, signature)
+    given = {"grad": zeros(2, 3), "x": zeros(1, 3)}
+    assert check.dims({**given, "low": zeros(2, 1)})["L"] == (2, 1)
+    assert check.dims({**given, "high": zeros(2, 3)})["U"] == (2, 3)
+    assert check.refusal({**given, "low": zeros(4, 1)}).argument == "grad"
+    error = check.refusal(given)
+    assert (error.argument, error.given, error.accepted) == ("grad", "no U", "[*bcast(A, U)]")
+
+
 def test_a_condition_on_a_dtype_chooses_a_list(tmp_path):
     signature = """\
     dtypes: {T: [float32, float16]}

@@ -25,6 +25,9 @@ from tileops.engine.manifest.entry import Entry
 __all__ = ["Gradient", "gradient_of"]
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 @dataclass(frozen=True)
 class Gradient:
     """How an op class is differentiated."""
@@ -49,11 +52,13 @@ class Gradient:
         op = state.gradients.get(wants)
         if op is None:
             op = state.gradients[wants] = self._make(state.op, wants)
-        if target is None or targets.context_target() is not None:
-            results = op(*args, **named)
-        else:
-            with targets.use_target(target):
+        alone = target is None or targets.context_target() is not None
+        try:
+            with _NOTHING if alone else targets.use_target(str(target)):
                 results = op(*args, **named)
+        except Exception as error:
+            error.add_note(f"raised by {op!r}, the gradient of {state.key}")
+            raise
         return results if len(wants) > 1 else (results,)
 
     def _make(self, op: Any, wants: tuple[bool, ...]) -> Any:
@@ -119,9 +124,6 @@ def _derived(cls: Any) -> Gradient | None:
         entry.name, (Op,), {"entry": entry}, lambda namespace: namespace.update(body)
     )
     return Gradient(cls, derived, wiring)
-
-
-_NOTHING = contextlib.nullcontext()
 
 
 @lru_cache(maxsize=1)

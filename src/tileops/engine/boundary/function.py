@@ -68,7 +68,7 @@ def _make(
     else:
         found = _Rules(entry, branch, gradient, count)
         setup_context, backward, copied = found.setup_context, found.backward, found.copied
-    forward = _forward(overload, body, count, _policy(entry, branch, gradient))
+    forward = _forward(overload, body, count, _policy(entry, overload, branch, gradient))
 
     rules = {"forward": forward, "setup_context": setup_context, "backward": backward}
     function: Any = type(
@@ -100,11 +100,13 @@ def _applying(function: Any, copied: list[int]) -> Callable[..., Any]:
 # ---- forward -------------------------------------------------------------------------------------
 
 
-def _policy(entry: Entry, branch: Branch, gradient: Any) -> CheckpointPolicy | None:
+def _policy(entry: Entry, overload: Any, branch: Branch, gradient: Any) -> CheckpointPolicy | None:
     """What a tracer of training is told: the output of a cheap op is computed again in the backward
     pass. Of an operator that it does not know it would keep it."""
     if entry.kind == "template" or branch.writes or gradient is None:
         return None
+    if torch.Tag.nondeterministic_seeded in overload.tags:
+        return None  # computed again it would be another
     if set(gradient.wiring.saved) & {output.name for output in entry.outputs}:
         return None  # the output is what the backward op needs
     return CheckpointPolicy.PREFER_RECOMPUTE

@@ -22,6 +22,7 @@ from tileops.engine.manifest.entry import (
     ParamType,
     Rule,
     branches_of,
+    has_gradient,
 )
 from tileops.engine.manifest.expr import DTYPES, Expr
 
@@ -162,12 +163,12 @@ def derived_backward(entry: Entry) -> tuple[Entry, Wiring] | None:
 
 
 def _floating(entry: Entry) -> dict[str, tuple[str, ...]]:
-    """The dtype variables; of those that what is differentiated has, the floating dtypes alone."""
+    """The dtype variables; of those that what is differentiated has, no integers."""
     dtypes = [i.dtype for i in entry.differentiable_inputs if i.dtype is not None]
     dtypes += [output.dtype for output in entry.differentiable_outputs]
     used = {name for dtype in dtypes for name in dtype.names}
     return {
-        variable: tuple(d for d in accepted if "float" in d) if variable in used else accepted
+        variable: tuple(filter(has_gradient, accepted)) if variable in used else accepted
         for variable, accepted in entry.dtypes.items()
     }
 
@@ -301,7 +302,8 @@ def _output_faults(entry: Entry, backward: Entry, wiring: Wiring) -> list[str]:
     faults = []
     for ours, given in zip(wanted, backward.outputs, strict=True):
         faults += _differences(ours.dtype, (), ours.shape, given, "the input")
-        if not _same(ours.nullable, given.nullable):
+        alone = len(wanted) == 1 and given.nullable is None  # it is wanted, or nobody calls
+        if not alone and not _same(ours.nullable, given.nullable):
             assert ours.nullable is not None
             faults.append(f"outputs.{given.name}.nullable: accepted: {ours.nullable.text!r}")
     return faults

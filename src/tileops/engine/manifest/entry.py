@@ -17,7 +17,7 @@ from tileops.engine.manifest.sharding import ShardingRule, read_sharding
 
 __all__ = [
     "MISSING", "Branch", "Content", "Cost", "Entry", "Input", "Output", "Param", "ParamType",
-    "Rule", "Workload", "branches_of", "parse_entry",
+    "Rule", "Workload", "branches_of", "has_gradient", "parse_entry",
 ]  # fmt: skip
 
 
@@ -196,13 +196,13 @@ class Entry:
 
     @property
     def differentiable_inputs(self) -> tuple[Input, ...]:
-        """Inputs that a gradient may flow to: declared so, of a floating dtype, not always written."""
+        """Inputs that a gradient may flow to: declared so, not of integers, not always written."""
         return tuple(
             item
             for item in self.inputs
             if item.differentiable
             and (item.mutated is None or item.mutated.text != "True")
-            and self._may_be_floating(item.dtypes or item.dtype)
+            and self._has_gradient(item.dtypes or item.dtype)
         )
 
     @property
@@ -211,12 +211,12 @@ class Entry:
         return tuple(
             output
             for output in self.outputs
-            if output.differentiable and self._may_be_floating(output.dtype)
+            if output.differentiable and self._has_gradient(output.dtype)
         )
 
-    def _may_be_floating(self, dtype: tuple[str, ...] | Expr | None) -> bool:
+    def _has_gradient(self, dtype: tuple[str, ...] | Expr | None) -> bool:
         if isinstance(dtype, tuple):  # of several no expression could say which the gradient has
-            return len(dtype) == 1 and "float" in dtype[0]
+            return len(dtype) == 1 and has_gradient(dtype[0])
         assert dtype is not None
         found: set[str] = set()
         for name in dtype.names:
@@ -224,7 +224,7 @@ class Entry:
         for param in self.params:
             for kind, names in param.type.alternatives if param.name in dtype.names else ():
                 found |= set(names or DTYPES) if kind == "dtype" else set()
-        return any("float" in name for name in found)
+        return any(map(has_gradient, found))
 
     @property
     def positional_inputs(self) -> tuple[Input, ...]:
@@ -344,6 +344,11 @@ class _Reader:
             plain("dtypes"),
             node.line,
         )
+
+
+def has_gradient(dtype: str) -> bool:
+    """Whether tensors of a dtype can be differentiated."""
+    return "float" in dtype or "complex" in dtype
 
 
 def _differentiable(node: Located) -> bool:

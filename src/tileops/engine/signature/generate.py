@@ -20,6 +20,7 @@ import torch
 from tileops.engine.errors import ManifestError
 from tileops.engine.manifest.entry import Entry, Input, Rule
 from tileops.engine.manifest.expr import DTYPES, Expr
+from tileops.engine.signature.patterns import is_call, multiple_of, sum_of
 from tileops.engine.signature.runtime import DTYPE_VALUES, HELPERS, fail_rule
 
 __all__ = [
@@ -102,20 +103,30 @@ class _Emitter:
             self._derive(Expr(ast.unparse(node.test)).names)
             before = dict(self.state)
             self.emit(f"if {self.source(Expr(ast.unparse(node.test)))}:")
-            self.level += 1
-            self._pattern_node(item, node.body)
-            self.level -= 1
+            self._chosen(item, node.body)
             after, self.state = self.state, before
             self.emit("else:")
-            self.level += 1
-            self._pattern_node(item, node.orelse)
-            self.level -= 1
+            self._chosen(item, node.orelse)
             for name in set(after) | set(self.state):
                 one, other = after.get(name, "unbound"), self.state.get(name, "unbound")
                 self.state[name] = one if one == other else "maybe"
             return
         assert isinstance(node, ast.Tuple | ast.List), item.shape.text  # names.py saw to it
         self._pattern_list(item, node.elts, f"[{', '.join(ast.unparse(e) for e in node.elts)}]")
+
+    def _chosen(self, item: Input, node: ast.expr) -> None:
+        """One of two lists. What it is made of may depend on the condition: it is asked for."""
+        self.level += 1
+        names = Expr(ast.unparse(node)).names if isinstance(node, ast.List) else frozenset()
+        within = [e for e in getattr(node, "elts", ()) if not isinstance(e, ast.Name)]
+        maybe = [n for n in sorted(names) if self.state.get(n) == "maybe"]
+        for name in maybe:
+            if any(name in Expr(f"[{ast.unparse(e)}]").names and is_call(e) for e in within):
+                self.emit(f"if {name} is None: _fail({self.fail_args(item)}, 'no {name}', "
+                          f"{ast.unparse(node)!r})")  # fmt: skip
+                self.state[name] = "bound"
+        self._pattern_node(item, node)
+        self.level -= 1
 
     def _ready(self, name: str) -> bool:
         """Whether a derived dim can be computed from what is bound."""
@@ -144,20 +155,20 @@ class _Emitter:
             for i, e in enumerate(elements)
             if i != splice
         ]
-        fixed = _sum(widths)
+        fixed = sum_of(widths)
         compare = "<" if splice is not None else "!="
         known = self._known_for(elements)
         fail = f"_fail_shape({self.fail_args(item)}, {item.name}, {text!r}{known})"
         self.emit(f"if len(s) {compare} {fixed}: {fail}")
         position: list[str] = []
         for index, element in enumerate(elements):
-            at = _sum(position)
+            at = sum_of(position)
             if index == splice:
                 assert isinstance(element, ast.Starred)
                 if not isinstance(element.value, ast.Name):
                     self._unsolvable(item, element, "only a name can be found as a splice")
                 name = ast.unparse(element.value)
-                rest = _sum(
+                rest = sum_of(
                     [
                         f"len({self.source(Expr(ast.unparse(e.value)))})"
                         if isinstance(e, ast.Starred)
@@ -171,7 +182,7 @@ class _Emitter:
                 continue
             if isinstance(element, ast.Starred):
                 value = self.source(Expr(ast.unparse(element.value)))
-                end = _sum([*position, f"len({value})"])
+                end = sum_of([*position, f"len({value})"])
                 self.emit(f"if not _same_sizes(s[{at}:{end}], {value}): {fail}")
                 position.append(f"len({value})")
                 continue
@@ -208,7 +219,7 @@ class _Emitter:
         elif not free:
             self.emit(f"if not _same({size}, {self.source(expr)}): {fail}")
         else:
-            name, factor = _multiple(element)
+            name, factor = multiple_of(element)
             if name is None or free != [name]:
                 why = f"{', '.join(sorted(free))} not known by then; only <dim>, <int>*<dim> and "
                 self._unsolvable(item, element, why + "<dim>*<int> find a dim")
@@ -425,23 +436,6 @@ def presence_lines(
     if item.optional:
         test = f"{item.name} is not None and {test}"
     return [*lines, f"if {test}: _must_be_tensor({facts}, {value}, {item.optional})"]
-
-
-def _sum(parts: list[str]) -> str:
-    number = sum(1 for part in parts if part == "1")
-    words = [part for part in parts if part != "1"]
-    if number or not words:
-        words.append(str(number))
-    return " + ".join(words) if len(words) == 1 else f"({' + '.join(words)})"
-
-
-def _multiple(node: ast.expr) -> tuple[str | None, str]:
-    """``2*N`` or ``N*2`` as ('N', '2')."""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        for name, factor in ((node.left, node.right), (node.right, node.left)):
-            if isinstance(name, ast.Name) and isinstance(factor, ast.Constant):
-                return name.id, repr(factor.value)
-    return None, ""
 
 
 def signature_source(entry: Entry) -> tuple[str, dict[str, Any]]:
