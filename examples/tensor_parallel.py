@@ -154,13 +154,14 @@ def compare(rank: int, ranks: int, device: str, store: str, sizes: Sizes, tokens
         torch.set_num_threads(1)
         mesh = init_device_mesh(device, (ranks,))
         layer = Layer(sizes)
-        x, positions = torch.randn(tokens, sizes.hidden), torch.arange(tokens)
+        x = torch.randn(tokens, sizes.hidden, requires_grad=True)
+        positions = torch.arange(tokens)
         wanted = layer(x, positions)
         arriving = torch.randn_like(wanted)
-        gradients = torch.autograd.grad(wanted, list(layer.parameters()), arriving)
+        gradients = torch.autograd.grad(wanted, [x, *layer.parameters()], arriving)
 
         parallelize_module(layer, mesh, PLAN)
-        split = distribute_tensor(x, mesh, [Shard(0)])
+        split = distribute_tensor(x.detach(), mesh, [Shard(0)]).requires_grad_()
         with CommDebugMode() as seen:
             result = layer(split, positions)
         counts = {str(op).rpartition(".")[2]: n for op, n in seen.get_comm_counts().items()}
@@ -168,9 +169,9 @@ def compare(rank: int, ranks: int, device: str, store: str, sizes: Sizes, tokens
         whole = result.full_tensor()
         difference = (whole - wanted).abs().max()
         torch.testing.assert_close(whole, wanted, rtol=1e-4, atol=1e-4)
-        for (name, weight), gradient in zip(layer.named_parameters(), gradients, strict=True):
-            found = weight.grad
-            assert isinstance(found, DTensor), name
+        for leaf, gradient in zip([split, *layer.parameters()], gradients, strict=True):
+            found = leaf.grad
+            assert isinstance(found, DTensor)
             torch.testing.assert_close(found.full_tensor(), gradient, rtol=1e-3, atol=1e-3)
         if rank == 0:
             part = layer.attention.q.weight
