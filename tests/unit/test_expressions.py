@@ -237,12 +237,39 @@ def test_each_function_and_form(text, value):
     assert type(result) is type(value)
 
 
+@pytest.mark.parametrize(
+    ("dim", "rank", "good"),
+    [
+        (None, 0, True), (0, 0, True), (-1, 0, True), (1, 0, False), ((0, -1), 0, False),
+        ((), 3, True), ((0, 2), 3, True), ((-1, 0), 3, True), ((0, -3), 3, False), (3, 3, False),
+        (-4, 3, False), ((1, 1), 3, False),
+    ],
+)  # fmt: skip
+def test_axes(dim, rank, good):
+    assert parse("is_axes(dim, rank)").evaluate({"dim": dim, "rank": rank}) is good
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "sizes", "dropped", "kept"),
+    [
+        ((2, 3, 5), None, (2, 3, 5), (), (1, 1, 1)), ((2, 3, 5), (), (), (2, 3, 5), (2, 3, 5)),
+        ((2, 3, 5), -1, (5,), (2, 3), (2, 3, 1)), ((2, 3, 5), (-1, 0), (2, 5), (3,), (1, 3, 1)),
+        ((), 0, (), (), ()), ((), None, (), (), ()), ((0, 3), (0,), (0,), (3,), (1, 3)),
+    ],
+)  # fmt: skip
+def test_reduced_shapes(shape, dim, sizes, dropped, kept):
+    env = {"S": shape, "dim": dim}
+    assert parse("along(S, dim)").evaluate(env) == sizes
+    assert parse("reduced(S, dim, False)").evaluate(env) == dropped
+    assert parse("reduced(S, dim, True)").evaluate(env) == kept
+
+
 def test_the_list_of_functions_is_closed():
     assert sorted(FUNCTIONS) == [
-        "abs", "bcast", "ceil_div", "float", "is_int", "isfinite", "len", "max", "min", "prod",
-        "type_name",
+        "abs", "along", "bcast", "ceil_div", "float", "is_axes", "is_int", "isfinite", "len", "max",
+        "min", "prod", "reduced", "type_name",
     ]  # fmt: skip
-    with pytest.raises(ExpressionError, match="calls an unknown function; known: abs, bcast"):
+    with pytest.raises(ExpressionError, match="calls an unknown function; known: abs, along"):
         parse("sum(S)")
 
 

@@ -194,6 +194,8 @@ def test_nan_and_the_absent_default(tmp_path):
         ("dtype", [("dtype", ())], False),
         ("dtype(float16,bfloat16)", [("dtype", ("float16", "bfloat16"))], False),
         ("ints", [("ints", ())], False),
+        ("floats?", [("floats", ())], True),
+        ("axes?", [("axes", ())], True),
         ("int[3]", [("tuple", ("3",))], False),
         ("int|int[2]?", [("int", ()), ("tuple", ("2",))], True),
         ("ALayout|BLayout", [("literal", ("ALayout",)), ("literal", ("BLayout",))], False),
@@ -328,7 +330,8 @@ def test_the_page_names_every_field_function_type_and_dtype():
                 walk(child)
 
     walk(schema())
-    types = {"bool", "int", "float", "number", "str", "dtype", "device", "ints", "object"}
+    types = {"bool", "int", "float", "number", "str", "dtype", "device", "ints", "floats", "axes"}
+    types |= {"object"}
     for word in fields | types | set(DTYPES):
         assert f"`{word}`" in PAGE, word
     for name in [*FUNCTIONS, "passed"]:

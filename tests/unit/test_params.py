@@ -106,10 +106,17 @@ ACCEPTED = [
     ("device", "cpu", torch.device("cpu")),
     ("device", torch.device("cuda", 1), torch.device("cuda", 1)),
     ("ints", 4, (4,)),
+    ("axes", -1, (-1,)),
+    ("axes", [2, -1], (2, -1)),
+    ("axes", (), ()),
     ("ints", [4, 5], (4, 5)),
     ("ints", (), ()),
     ("ints", torch.Size([4]), (4,)),
     ("ints", [np.int64(4)], (4,)),
+    ("floats", [1, 0.5], (1.0, 0.5)),
+    ("floats", (), ()),
+    ("floats", (np.float32(0.5),), (0.5,)),
+    ("floats", torch.tensor([0.1], dtype=torch.bfloat16), (0.10009765625,)),
     ("int[2]", 3, (3, 3)),
     ("int[2]", [3, 4], (3, 4)),
     ("int|int[2]", 3, 3),
@@ -149,12 +156,19 @@ REJECTED = [
     ("dtype(float16,int8)", torch.float32, "torch.float32 (dtype)", "a torch dtype (float16, int8)"),
     ("device", "nowhere", "'nowhere' (str)", "a device"),
     ("device", True, "True (bool)", "a device"),
+    ("axes", True, "True (bool)", "an axis (int), or a list or tuple of axes"),
+    ("axes", [0.0], "[0.0] (list)", "axes"),
     ("ints", -1, "-1 (int)", "a list or tuple of non-negative ints, or one int"),
     ("ints", [1, -1], "[1, -1] (list)", "non-negative"),
     ("ints", [True], "[True] (list)", "ints"),
     ("ints", [1.0], "[1.0] (list)", "ints"),
     ("ints", {1}, "{1} (set)", "ints"),
     ("ints", "12", "'12' (str)", "ints"),
+    ("floats", 1.0, "1.0 (float)", "a list, a tuple or a 1-d tensor of real numbers"),
+    ("floats", [True], "[True] (list)", "real numbers"),
+    ("floats", ["1"], "['1'] (list)", "real numbers"),
+    ("floats", torch.ones(1, 2), None, "a 1-d tensor"),
+    ("floats", torch.tensor([1]), None, "real numbers"),
     ("int[2]", [1, 2, 3], "[1, 2, 3] (list)", "2 ints"),
     ("PaddedLayout", Unregistered(3), "Unregistered(rows=3) (Unregistered)", "a PaddedLayout"),
     ("PaddedLayout", "Unregistered(rows=3)", None, "a PaddedLayout"),
@@ -188,6 +202,7 @@ VALUES = {
     ),
     "device": st.sampled_from(["cpu", "cuda", "cuda:3", "meta"]),
     "ints": st.lists(st.integers(0, 2**70)),
+    "floats": st.lists(st.floats()),
     "int[3]": st.lists(st.integers(0, 99), min_size=3, max_size=3),
     "PaddedLayout": st.builds(
         PaddedLayout, st.integers(), TEXT, st.floats(), st.lists(st.integers()).map(tuple)
@@ -245,7 +260,7 @@ def test_keys_are_what_the_design_says():
 
 
 def test_a_value_without_a_literal_makes_the_key_unique():
-    for value in (object(), Unregistered(1), torch.complex64, [1], {"a": 1}, np.float32(1)):
+    for value in (object(), Unregistered(1), torch.complex32, [1], {"a": 1}, np.float32(1)):
         keys = [key_of("ThingFwdOp", {"p": value}, None) for _ in range(2)]
         assert keys[0][0] != keys[1][0]
         assert not keys[0][1]

@@ -39,7 +39,7 @@ def test_a_dtype_variable_that_nothing_binds(package):
         "dtypes:\n      T: [float16, float32]\n      U: [float32]  # here",
         'y: {dtype: T, shape: "[*B, N]"}', 'y: {dtype: "U if mode == \'z\' else T", shape: "[*B, N]"}',
     )  # fmt: skip
-    assert_faults(package(manifest), "dtypes.U: is never bound: no input's dtype is just it")
+    assert_faults(package(manifest), "dtypes.U: is never bound: no input's dtype names it")
 
 
 def test_a_parameter_with_the_name_of_an_attribute(package):

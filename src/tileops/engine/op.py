@@ -14,11 +14,13 @@ import torch
 from tileops.engine import targets
 from tileops.engine.boundary.autocast import cast_inputs
 from tileops.engine.boundary.batching import takes_a_batch
+from tileops.engine.boundary.gate import direct
 from tileops.engine.boundary.generate import MISSING_ARGUMENT, Boundary, _superfluous, make_calls
 from tileops.engine.boundary.growth import Growth, growth_of
 from tileops.engine.boundary.instances import OpState, state_of
 from tileops.engine.boundary.owners import claim
 from tileops.engine.boundary.refusals import refuse_without_storage
+from tileops.engine.boundary.stamp import operator_key
 from tileops.engine.content import check_content
 from tileops.engine.errors import CheckError, ImmutableOpError, ManifestError
 from tileops.engine.gradient import gradient_of
@@ -75,6 +77,8 @@ class Op:
     grows: ClassVar[tuple[str, ...]] = ()
     """Dims whose sizes calls need not share to share a plan, such as a sequence's length: every kernel
     of the class reads them from the tensors it is given. See ``region``."""
+    random: ClassVar[bool] = False
+    """A call may draw from torch's generator, so two equal calls are not one."""
     kernel_package: ClassVar[str]
     _boundary: ClassVar[Boundary]
     _growth: ClassVar[Growth | None]
@@ -82,7 +86,9 @@ class Op:
     _check_params: ClassVar[Callable[[dict[str, Any]], None]]
 
     _params: dict[str, Any]
+    _text: str
     _instance_key: str
+    """``_text`` as it stands in graphs: see ``stamp``."""
     _state: OpState
     target: str | None
 
@@ -121,15 +127,16 @@ class Op:
         type(self)._check_params(params)
         if target is not None:
             target = targets.check_target(target)
-        key, canonical = key_of(type(self).__name__, params, target)
-        self._settle(params, target, key, canonical)
+        text, canonical = key_of(type(self).__name__, params, target)
+        self._settle(params, target, text, canonical)
 
     def _settle(
-        self, params: dict[str, Any], target: str | None, key: str, canonical: bool
+        self, params: dict[str, Any], target: str | None, text: str, canonical: bool
     ) -> None:
         own = self.__dict__
         own.update(params)
-        own.update(_params=params, target=target, _instance_key=key)
+        key = operator_key(type(self), text)
+        own.update(_params=params, target=target, _text=text, _instance_key=key)
         self.setup()
 
         def twin() -> Op:
@@ -167,7 +174,7 @@ class Op:
         raise ImmutableOpError(type(self).__name__, name)
 
     def __repr__(self) -> str:
-        return self._instance_key
+        return self._text
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
@@ -203,9 +210,22 @@ class Op:
             raise NotImplementedError(f"{entry.name}: a composition must define forward")
         if entry.inputs:
             return self(*args, **kwargs)
+        if not torch.compiler.is_dynamo_compiling() and direct():
+            device = self._params.get("device") or torch.get_default_device()
+            if getattr(type(self).kernel, device.type, ()):
+                return self._generated(device)
         decomposition = type(self).decomposition
         assert decomposition is not None
         return decomposition(**self._params)
+
+    def _generated(self, device: torch.device) -> Any:
+        """The call of an op without call-time tensors where it has kernels of its own."""
+        state = self._state
+        index = torch.cuda.current_device() if device.index is None else device.index
+        facts = (targets.epoch.now, targets.context_target(), device.type, index)
+        plan = state.plans.get(facts) or _plan(state, facts, ())
+        state.last = plan
+        return plan.run()
 
     def _call_checked(
         self, extra: tuple[Any, ...], unknown: dict[str, Any], arguments: tuple[Any, ...]
@@ -229,6 +249,8 @@ class Op:
             return self._call_boundary(**dict(zip(names, arguments, strict=True)))
         if entry.composition:
             return self._call_stages(inputs, out)
+        if torch.compiler.is_compiling():
+            return self.forward()  # an exporter that runs this sees what Dynamo sees: plain PyTorch
         state = self._state
         facts = (targets.epoch.now, targets.context_target(), torch.get_default_device())
         plan = state.plans.get(facts) or _plan(state, facts, ())

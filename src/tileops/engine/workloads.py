@@ -142,7 +142,7 @@ class _Maker:
         if random is None:
             with self.fake or contextlib.nullcontext():
                 return torch.empty(shape, dtype=dtype, device=device)
-        if dtype.is_floating_point:
+        if dtype.is_floating_point or dtype.is_complex:
             wide = dtype if dtype.itemsize > 1 else torch.float32
             tensor = torch.empty(shape, dtype=wide, device=random.device).normal_(generator=random)
             return tensor.to(device, dtype)

@@ -20,7 +20,7 @@ from tileops.engine.boundary.dtensor import register_strategies
 from tileops.engine.boundary.function import differentiable
 from tileops.engine.boundary.gate import NAMES, QUIET, QUIET_BELOW, direct, keys_below_autograd
 from tileops.engine.boundary.hot import ABSENT, keep_hot
-from tileops.engine.boundary.instances import live_states, resolve
+from tileops.engine.boundary.instances import live_states, resolve, resolve_fake
 from tileops.engine.boundary.naming import operator_base_name
 from tileops.engine.boundary.owners import Owner
 from tileops.engine.boundary.refusals import refuse_without_storage, refuse_written_grad
@@ -116,6 +116,7 @@ def _facts(entry: Entry, names: list[str]) -> str:
     parts = ["_epoch.now", "_context()"]
     optional = {i.name for i in entry.inputs if i.optional}
     mutated = {i.name for i in entry.inputs if i.mutated is not None}
+    conjugated = {i.name for i in entry.inputs if entry.may_be_complex(i)}
     for name in [*names, *(["out"] if entry.has_out else [])]:
         # Whether a written tensor overlaps itself depends on all its strides.
         layout = "stride()" if name in mutated else "is_contiguous()"
@@ -123,6 +124,8 @@ def _facts(entry: Entry, names: list[str]) -> str:
             f"{name}.shape, {name}.dtype, {name}.device, {name}.{layout}, "
             f"{name}.data_ptr() & 15, {name}.is_neg()"
         )
+        if name in conjugated:
+            facts += f", {name}.is_conj()"
         if name in optional or name == "out":
             parts.append(f"None if {name} is None else ({facts})")
         else:
@@ -272,6 +275,8 @@ def calls_source(entry: Entry, branches: tuple[Branch, ...], growing: bool) -> s
             f"        {'r = ' if returned_of(entry, branch) else ''}_op_{index}({arguments})",
             f"        return {_result(entry, branch)}",
         ]
+    given = ", ".join([*names, "out" if entry.has_out else "None"])
+    lines.append(f"    _signature(self, {given})  # refuses a call that would have no effect")
     lines.append("    raise AssertionError('no side-effect branch holds')")
     for index, branch in enumerate(branches):
         lines += ["", *_operator_source(entry, branch, index, names, run)]
@@ -334,7 +339,7 @@ def _operator_source(
         "",
         f"def _fake_{index}({arguments}):",
         "    _register_strategies(_cls)",  # DTensor comes here before it asks for them
-        f"    outputs, _, device = _signature(_resolve(_cls, instance_key).op, {checked})",
+        f"    outputs, _, device = _signature(_resolve_fake(_cls, instance_key), {checked})",
         f"    return {_fake_result(returned)}",
         "",
         f"def _autograd_{index}({arguments}):",
@@ -432,6 +437,7 @@ def make_calls(
         "_growth": cls._growth,
         **NAMES,
         "_resolve": resolve,
+        "_resolve_fake": resolve_fake,
         "_signature": cls._signature,
         "_empty": torch.empty,
         "_bump_version": torch.autograd.graph.increment_version,
@@ -472,10 +478,12 @@ def _define(
 ) -> Boundary:
     library = torch.library.Library("tileops", "FRAGMENT")
     operators = []
+    # Else a compiler takes two equal calls for one, and may repeat one in the backward pass.
+    tags = (torch.Tag.nondeterministic_seeded,) if cls.random else ()
     for index, branch in enumerate(branches):
         name = base + branch.suffix
         schema = schema_of(entry, branch)
-        library.define(name + schema)
+        library.define(name + schema, tags=tags)
         overload = getattr(torch.ops.tileops, name).default
         library.impl(name, namespace[f"_body_{index}"], "CompositeExplicitAutograd")
         torch.library.register_fake(f"tileops::{name}", namespace[f"_fake_{index}"], lib=library)

@@ -194,6 +194,12 @@ class Entry:
         """The input of that name."""
         return next(item for item in self.inputs if item.name == name)
 
+    def may_be_complex(self, item: Input) -> bool:
+        """Whether an input may have a complex dtype."""
+        variables = () if item.dtype is None else item.dtype.names
+        names = [*item.dtypes, *variables, *(d for v in variables for d in self.dtypes.get(v, ()))]
+        return any(name.startswith("complex") for name in names)
+
     @property
     def differentiable_inputs(self) -> tuple[Input, ...]:
         """Inputs that a gradient may flow to: declared so, not of integers, not always written."""
@@ -357,7 +363,7 @@ def _differentiable(node: Located) -> bool:
 
 
 _ALTERNATIVE = re.compile(r"([A-Za-z][A-Za-z0-9_]*)(?:\[(\d+)\]|\(([^)]*)\))?")
-_SIMPLE = {"int", "float", "bool", "str", "ints", "number", "device", "object"}
+_SIMPLE = {"int", "float", "bool", "str", "ints", "floats", "axes", "number", "device", "object"}
 
 
 def _param_type(text: str) -> ParamType | None:
@@ -458,6 +464,8 @@ def branches_of(entry: Entry) -> tuple[Branch, ...]:
 
         writes = tuple(i.name for i in entry.inputs if holds(i.mutated))
         absent = tuple(o.name for o in entry.outputs if holds(o.nullable))
+        if not writes and absent and len(absent) == len(entry.outputs):
+            continue  # no effect at all: no operator, and the entry's rules must refuse the call
         for out in (False, True) if entry.has_out else (False,):
             found[Branch(writes, out, absent)] = None
     return tuple(sorted(found, key=lambda b: (len(b.suffix), b.suffix)))

@@ -18,6 +18,7 @@ __all__ = ["DTYPES", "FUNCTIONS", "Expr", "ExpressionError", "broadcast", "parse
 DTYPES = (
     "bool", "uint8", "int8", "int16", "int32", "int64",
     "float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64",
+    "complex64", "complex128",
 )  # fmt: skip
 """Dtype names an entry may use; in an expression they are constants."""
 
@@ -70,6 +71,36 @@ def broadcast(*shapes: Any) -> tuple[Any, ...]:
     return tuple(out)
 
 
+def _axes(dim: Any, rank: int) -> tuple[int, ...]:
+    """``dim`` (None: every axis) as ascending, non-negative axes. A scalar has one, of no size."""
+    if dim is None:
+        return tuple(range(rank))
+    return tuple(
+        sorted(axis % max(rank, 1) for axis in (dim if isinstance(dim, tuple) else (dim,)))
+    )
+
+
+def is_axes(dim: Any, rank: int) -> bool:
+    """Whether ``dim`` names axes of a tensor of that rank, each once; a scalar takes 0 and -1."""
+    given = () if dim is None else dim if isinstance(dim, tuple) else (dim,)
+    if not all(-max(rank, 1) <= axis < max(rank, 1) for axis in given):
+        return False
+    return len(set(_axes(given, rank))) == len(given)
+
+
+def along(shape: Any, dim: Any) -> tuple[Any, ...]:
+    """The sizes of the axes ``dim`` of ``shape``."""
+    return tuple(shape[axis] for axis in _axes(dim, len(shape)) if axis < len(shape))
+
+
+def reduced(shape: Any, dim: Any, keepdim: bool) -> tuple[Any, ...]:
+    """``shape`` without the axes ``dim``, which stay as 1 with ``keepdim``."""
+    gone = _axes(dim, len(shape))
+    if keepdim:
+        return tuple(1 if axis in gone else size for axis, size in enumerate(shape))
+    return tuple(size for axis, size in enumerate(shape) if axis not in gone)
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "len": len,
     "min": min,
@@ -78,6 +109,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "prod": prod,
     "ceil_div": ceil_div,
     "bcast": broadcast,
+    "is_axes": is_axes,
+    "along": along,
+    "reduced": reduced,
     "isfinite": math.isfinite,
     "float": float,
     "is_int": lambda value: isinstance(value, int) and not isinstance(value, bool),

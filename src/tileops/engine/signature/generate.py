@@ -337,6 +337,9 @@ class _Emitter:
                       f"[{variable}], ', as {variable} of the earlier inputs')")  # fmt: skip
             self.settled_dtypes.add(variable)
         else:
+            for unknown in sorted(item.dtype.names & set(self.entry.dtypes) - self.settled_dtypes):
+                # No earlier input is of it: what only an expression names follows from that.
+                self.emit(f"if {unknown} is None: {unknown} = {name}.dtype")
             wanted = self.operand(item.dtype)
             self.emit(f"if {name}.dtype != {wanted}: _fail_dtype({args}, {name}, [{wanted}], "
                       f"' (dtype {variable})')")  # fmt: skip
@@ -381,7 +384,12 @@ class _Emitter:
             if "bcast(" not in output.shape.text:
                 continue
             names = [i.name for i in self.entry.inputs]
-            shapes = " and ".join(f"{{list({name}.shape)}}" for name in names)
+            shapes = " and ".join(
+                f"{{{i.name} if {i.name} is None else list({i.name}.shape)}}"
+                if i.optional
+                else f"{{list({i.name}.shape)}}"
+                for i in self.entry.inputs
+            )
             self.emit("try:")
             self.emit(f"    out_{output.name} = tuple({self.source(output.shape)})")
             self.emit("except ValueError:")

@@ -79,6 +79,10 @@ def _describe(kind: ParamType) -> str:
                 words.append("a torch dtype" + (f" ({', '.join(arguments)})" if arguments else ""))
             case "ints":
                 words.append("a list or tuple of non-negative ints, or one int")
+            case "floats":
+                words.append("a list, a tuple or a 1-d tensor of real numbers")
+            case "axes":
+                words.append("an axis (int), or a list or tuple of axes")
             case "tuple":
                 words.append(f"{arguments[0]} ints")
             case "literal":
@@ -136,17 +140,24 @@ def _convert(word: str, arguments: tuple[str, ...], value: Any) -> Any:  # noqa:
                     return torch.device(value)
                 except (RuntimeError, ValueError, OverflowError):
                     return _REJECTED
-        case "ints" | "tuple":
+        case "floats":
+            if isinstance(value, torch.Tensor) and value.ndim == 1 and value.is_floating_point():
+                value = value.tolist()  # waits for the device; each value exactly
+            if not isinstance(value, list | tuple):
+                return _REJECTED
+            items = tuple(_convert("float", (), item) for item in value)
+            return _REJECTED if _REJECTED in items else items
+        case "ints" | "axes" | "tuple":
             whole = _integer(value)
             if whole is not _REJECTED:
-                items = (whole,) if word == "ints" else (whole,) * int(arguments[0])
+                items = (whole,) * int(arguments[0]) if word == "tuple" else (whole,)
             elif isinstance(value, list | tuple):
                 items = tuple(_integer(item) for item in value)
             else:
                 return _REJECTED
-            if _REJECTED in items or any(item < 0 for item in items):
+            if _REJECTED in items or (word != "axes" and any(item < 0 for item in items)):
                 return _REJECTED
-            return items if word == "ints" or len(items) == int(arguments[0]) else _REJECTED
+            return items if word != "tuple" or len(items) == int(arguments[0]) else _REJECTED
         case "literal":
             if isinstance(value, str):  # how a manifest writes it
                 try:

@@ -54,13 +54,12 @@ def _params(entry: Entry, fault: Any) -> None:
 
 
 def _dtypes(entry: Entry, fault: Any) -> None:
-    bound = {item.dtype.text for item in entry.inputs if item.dtype is not None}
-    used = {name for item in entry.inputs if item.dtype is not None for name in item.dtype.names}
-    used |= {name for output in entry.outputs for name in output.dtype.names}
+    bound = {name for item in entry.inputs if item.dtype is not None for name in item.dtype.names}
+    used = {name for output in entry.outputs for name in output.dtype.names}
     used |= {name for rule in entry.rules for name in rule.require.names}
     for name in entry.dtypes:
         if name not in bound:
-            why = "is never bound: no input's dtype is just it" if name in used else "is not used"
+            why = "is never bound: no input's dtype names it" if name in used else "is not used"
             fault(f"dtypes.{name}: {why}", "signature", "dtypes", name)
     for item in entry.inputs:
         if item.content is None:

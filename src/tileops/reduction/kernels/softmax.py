@@ -1,4 +1,5 @@
-"""Softmax over one axis: rows in registers, long rows in chunks, and axes with an inner stride.
+"""Softmax and its logarithm over one axis: rows in registers, long rows in chunks, axes with an
+inner stride.
 
 The axis splits a contiguous tensor into ``outer`` x ``n`` x ``inner``. With ``inner == 1`` a row is
 contiguous. A row of at most ``REGISTER_LIMIT`` elements is read once and held in registers. A
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from tileops.authoring import CallSpec, Entry, Kernel, Run
+from tileops.authoring import CallSpec, Entry, Kernel, Run, TensorSpec
 from tileops.lib.launch import Launcher, TritonBuild, cdiv, next_power_of_2, pointer_to
 
 __all__ = ["ColumnSoftmax", "ColumnTileSoftmax", "RowSoftmax", "SplitSoftmax", "StreamedSoftmax"]
@@ -37,9 +38,9 @@ LEAST_COLUMNS = 16
 STEP_TILE = 4096
 
 
-def _axes(call: CallSpec) -> tuple[int, int, int]:
-    """``outer``, ``n`` and ``inner`` of the call."""
-    shape, dim = call.spec("x").shape, call.params.dim
+def axes(call: CallSpec) -> tuple[int, int, int]:
+    """``outer``, ``n`` and ``inner`` of a call whose first input is shaped like its output."""
+    shape, dim = _source(call).shape, call.params.dim
     if not shape:
         return 1, 1, 1
     if dim is None:
@@ -48,13 +49,23 @@ def _axes(call: CallSpec) -> tuple[int, int, int]:
     return math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :])
 
 
+def _source(call: CallSpec) -> TensorSpec:
+    """The first input: softmax calls it ``x``, its logarithm ``input``."""
+    return next(spec for spec in call.inputs.values() if spec is not None)
+
+
+def log(call: CallSpec) -> tuple[str, bool]:
+    """The compile-time argument that tells the logarithm from softmax itself."""
+    return "LOG", call.op.startswith("Log")
+
+
 def _wide(call: CallSpec) -> str | None:
-    if torch.float64 in (call.spec("x").dtype, call.spec("output").dtype):
+    if torch.float64 in (_source(call).dtype, call.spec("output").dtype):
         return "float64: it computes in float32"
     return None
 
 
-def _chunks(n: int) -> int:
+def chunks_of(n: int) -> int:
     return cdiv(n, CHUNK)
 
 
@@ -62,7 +73,7 @@ def _streams(call: CallSpec, outer: int) -> bool:
     return outer >= STREAM_ROWS_PER_SM * call.device.multiprocessors
 
 
-def _grain(size: int) -> int:
+def grain_of(size: int) -> int:
     return math.gcd(size, 16) or 16
 
 
@@ -76,7 +87,7 @@ def _build(
     options: tuple[tuple[str, Any], ...] = (),
 ) -> TritonBuild:
     """A build with the pointers that all these kernels share."""
-    x, y = call.spec("x"), call.spec("output")
+    x, y = _source(call), call.spec("output")
     signature = [("x", pointer_to(x.dtype)), ("y", pointer_to(y.dtype))]
     if workspace:
         signature += [("peaks", "*fp32"), ("sums", "*fp32")]
@@ -107,7 +118,7 @@ class RowSoftmax(Kernel):
 
     @classmethod
     def refuses(cls, call: CallSpec) -> str | None:
-        _, n, inner = _axes(call)
+        _, n, inner = axes(call)
         if inner != 1:
             return f"the axis has stride {inner}, not 1"
         if n > REGISTER_LIMIT:
@@ -125,21 +136,21 @@ class RowSoftmax(Kernel):
     @classmethod
     def _entry(cls, call: CallSpec, held: int) -> Entry:
         """``held``: elements that one thread holds."""
-        _, n, _ = _axes(call)
+        _, n, _ = axes(call)
         width = next_power_of_2(max(n, 1))
         warps = min(max(width // (32 * held), 4), 32)
         height = max(2048 // width, 1)
-        grain = _grain(n)
+        grain = grain_of(n)
         build = _build(
             call,
             f"{DEVICE}:softmax_rows",
             (("rows", "i64"), ("n_groups", "i32")),
-            (("GRAIN", grain), ("ROWS", height), ("N", width)),
+            (("GRAIN", grain), ("ROWS", height), ("N", width), log(call)),
             warps,
         )
 
         def bind(launcher: Launcher, call: CallSpec) -> Run:
-            outer, n, _ = _axes(call)
+            outer, n, _ = axes(call)
             programs = cdiv(outer, height) if n else 0
             return _single(launcher, call, programs, outer, n // grain)
 
@@ -153,7 +164,7 @@ class StreamedSoftmax(Kernel):
 
     @classmethod
     def refuses(cls, call: CallSpec) -> str | None:
-        outer, _, _ = _axes(call)
+        outer, _, _ = axes(call)
         if reason := _refuses_chunks(call):
             return reason
         if not _streams(call, outer):
@@ -163,8 +174,8 @@ class StreamedSoftmax(Kernel):
 
     @classmethod
     def entry_for(cls, call: CallSpec) -> Entry:
-        _, n, _ = _axes(call)
-        grain = _grain(n)
+        _, n, _ = axes(call)
+        grain = grain_of(n)
         build = _build(
             call,
             f"{DEVICE}:softmax_streamed",
@@ -172,14 +183,15 @@ class StreamedSoftmax(Kernel):
             (
                 ("GRAIN", grain),
                 ("CHUNK", CHUNK),
-                ("CHUNKS", next_power_of_2(_chunks(n))),
+                ("CHUNKS", next_power_of_2(chunks_of(n))),
+                log(call),
             ),
             CHUNK_WARPS,
         )
 
         def bind(launcher: Launcher, call: CallSpec) -> Run:
-            outer, n, _ = _axes(call)
-            return _single(launcher, call, outer, n // grain, _chunks(n))
+            outer, n, _ = axes(call)
+            return _single(launcher, call, outer, n // grain, chunks_of(n))
 
         return Entry(build.identity, build, bind)
 
@@ -191,7 +203,7 @@ class SplitSoftmax(Kernel):
 
     @classmethod
     def refuses(cls, call: CallSpec) -> str | None:
-        outer, _, _ = _axes(call)
+        outer, _, _ = axes(call)
         if reason := _refuses_chunks(call):
             return reason
         if _streams(call, outer):
@@ -200,15 +212,15 @@ class SplitSoftmax(Kernel):
 
     @classmethod
     def entry_for(cls, call: CallSpec) -> Entry:
-        _, n, _ = _axes(call)
-        grain, most = _grain(n), next_power_of_2(_chunks(n))
+        _, n, _ = axes(call)
+        grain, most = grain_of(n), next_power_of_2(chunks_of(n))
         # From Hopper on the second launch starts, and reads its chunks, while the first runs.
         dependent = call.device.arch >= (9, 0)
         options = (("launch_pdl", True),) if dependent else ()
         scalars = (("n_groups", "i32"), ("chunks", "i32"))
         fixed = (("GRAIN", grain), ("CHUNK", CHUNK), ("DEPENDENT", dependent))
         first = _build(call, f"{DEVICE}:softmax_split_summarise", scalars, fixed, CHUNK_WARPS, True)
-        rest = (*fixed, ("CHUNKS", most))
+        rest = (*fixed, ("CHUNKS", most), log(call))
         second = _build(
             call, f"{DEVICE}:softmax_split_write", scalars, rest, CHUNK_WARPS, True, options
         )
@@ -217,18 +229,18 @@ class SplitSoftmax(Kernel):
             return _bind_split(launchers, call, grain)
 
         identity = (first.identity, second.identity)
-        return Entry(identity, functools.partial(_load, first, second), bind)
+        return Entry(identity, functools.partial(load_all, first, second), bind)
 
 
-def _load(*builds: TritonBuild) -> tuple[Launcher, ...]:
+def load_all(*builds: TritonBuild) -> tuple[Launcher, ...]:
     return tuple(build() for build in builds)
 
 
 def _bind_split(launchers: tuple[Launcher, Launcher], call: CallSpec, grain: int) -> Run:
     summarise, write = (launcher.on(call.device.index) for launcher in launchers)
-    spec, (outer, n, _) = call.spec("output"), _axes(call)
+    spec, (outer, n, _) = call.spec("output"), axes(call)
     shape, dtype, device = spec.shape, spec.dtype, spec.device
-    groups, chunks = n // grain, _chunks(n)
+    groups, chunks = n // grain, chunks_of(n)
     programs = outer * chunks
 
     def run(x: torch.Tensor) -> torch.Tensor:
@@ -243,7 +255,7 @@ def _bind_split(launchers: tuple[Launcher, Launcher], call: CallSpec, grain: int
 
 
 def _refuses_chunks(call: CallSpec) -> str | None:
-    _, n, inner = _axes(call)
+    _, n, inner = axes(call)
     if inner != 1:
         return f"the axis has stride {inner}, not 1"
     if n <= REGISTER_LIMIT:
@@ -260,7 +272,7 @@ class ColumnTileSoftmax(Kernel):
 
     @classmethod
     def refuses(cls, call: CallSpec) -> str | None:
-        _, n, inner = _axes(call)
+        _, n, inner = axes(call)
         if inner == 1:
             return "the axis has stride 1"
         if n > COLUMN_TILE // LEAST_COLUMNS:
@@ -269,10 +281,10 @@ class ColumnTileSoftmax(Kernel):
 
     @classmethod
     def entry_for(cls, call: CallSpec) -> Entry:
-        _, n, inner = _axes(call)
+        _, n, inner = axes(call)
         height = next_power_of_2(max(n, 1))
         width = max(min(next_power_of_2(max(inner, 1)), STEP_TILE // height), LEAST_COLUMNS)
-        fixed = (("GRAIN", _grain(inner)), ("N", height), ("COLUMNS", width))
+        fixed = (("GRAIN", grain_of(inner)), ("N", height), ("COLUMNS", width))
         return _column_entry(
             call, f"{DEVICE}:softmax_column_tile", fixed, width, 4 if n <= 256 else 8
         )
@@ -290,9 +302,9 @@ class ColumnSoftmax(Kernel):
 
     @classmethod
     def entry_for(cls, call: CallSpec) -> Entry:
-        _, _, inner = _axes(call)
+        _, _, inner = axes(call)
         width = min(next_power_of_2(max(inner, 1)), 64)
-        fixed = (("GRAIN", _grain(inner)), ("STEP", STEP_TILE // width), ("COLUMNS", width))
+        fixed = (("GRAIN", grain_of(inner)), ("STEP", STEP_TILE // width), ("COLUMNS", width))
         return _column_entry(call, f"{DEVICE}:softmax_columns", fixed, width, 8)
 
 
@@ -301,10 +313,10 @@ def _column_entry(
 ) -> Entry:
     grain = dict(fixed)["GRAIN"]
     scalars = (("n", "i64"), ("inner_groups", "i64"), ("inner_tiles", "i32"))
-    build = _build(call, fn, scalars, fixed, warps)
+    build = _build(call, fn, scalars, (*fixed, log(call)), warps)
 
     def bind(launcher: Launcher, call: CallSpec) -> Run:
-        outer, n, inner = _axes(call)
+        outer, n, inner = axes(call)
         tiles = cdiv(inner, width)
         programs = outer * tiles if n else 0
         return _single(launcher, call, programs, n, inner // grain, tiles)

@@ -18,16 +18,37 @@ def _finite(peak):
 
 
 @triton.jit
-def softmax_rows(x, y, rows, n_groups, GRAIN: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr):
+def _factor(total, LOG: tl.constexpr):
+    """What a whole row's sum of exponentials contributes to each of its elements."""
+    return tl.log(total) if LOG else 1.0 / total
+
+
+@triton.jit
+def _result(shifted, factor, LOG: tl.constexpr):
+    """An element of the result from its distance to the row's maximum."""
+    return shifted - factor if LOG else tl.exp(shifted) * factor
+
+
+@triton.jit
+def softmax_rows(
+    x,
+    y,
+    rows,
+    n_groups,
+    GRAIN: tl.constexpr,
+    ROWS: tl.constexpr,
+    N: tl.constexpr,
+    LOG: tl.constexpr,
+):
     n = n_groups * GRAIN  # so that the compiler knows what divides a row
     first = tl.program_id(0).to(tl.int64) * ROWS
     row, place = tl.arange(0, ROWS)[:, None], tl.arange(0, N)[None, :]
     inside = (row < rows - first) & (place < n)
     offset = row * n + place
     value = _cast(tl.load(x + first * n + offset, mask=inside, other=float("-inf")), y)
-    value = tl.exp(value - _finite(tl.max(value, 1))[:, None])
-    scale = 1.0 / tl.sum(value, 1)
-    tl.store(y + first * n + offset, value * scale[:, None], mask=inside)
+    shifted = value - _finite(tl.max(value, 1))[:, None]
+    factor = _factor(tl.sum(tl.exp(shifted), 1), LOG)
+    tl.store(y + first * n + offset, _result(shifted, factor[:, None], LOG), mask=inside)
 
 
 @triton.jit
@@ -44,10 +65,10 @@ def _summarise(value):
 
 
 @triton.jit
-def _merge(peaks, sums):
-    """What to subtract from and multiply with in the whole row."""
+def _merge(peaks, sums, LOG: tl.constexpr):
+    """The base and the factor of the whole row."""
     base = _finite(tl.max(peaks, 0))
-    return base, 1.0 / tl.sum(sums * tl.exp(peaks - base), 0)
+    return base, _factor(tl.sum(sums * tl.exp(peaks - base), 0), LOG)
 
 
 @triton.jit
@@ -58,7 +79,14 @@ def _store_chunk(y, chunk, n, value, CHUNK: tl.constexpr):
 
 @triton.jit
 def softmax_streamed(
-    x, y, n_groups, chunks, GRAIN: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
+    x,
+    y,
+    n_groups,
+    chunks,
+    GRAIN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    LOG: tl.constexpr,
 ):
     n = n_groups * GRAIN
     row = tl.program_id(0).to(tl.int64) * n
@@ -69,10 +97,10 @@ def softmax_streamed(
         peak, total = _summarise(_load_chunk(x + row, y, chunk, n, CHUNK))
         peaks = tl.where(every == chunk, peak, peaks)
         sums = tl.where(every == chunk, total, sums)
-    base, scale = _merge(peaks, sums)
+    base, factor = _merge(peaks, sums, LOG)
     for back in range(chunks):  # backwards: the last chunks read are those still in cache
         chunk = chunks - 1 - back
-        value = tl.exp(_load_chunk(x + row, y, chunk, n, CHUNK) - base) * scale
+        value = _result(_load_chunk(x + row, y, chunk, n, CHUNK) - base, factor, LOG)
         _store_chunk(y + row, chunk, n, value, CHUNK)
 
 
@@ -110,6 +138,7 @@ def softmax_split_write(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    LOG: tl.constexpr,
 ):
     n = n_groups * GRAIN
     program = tl.program_id(0)
@@ -120,11 +149,12 @@ def softmax_split_write(
         gdc_wait()  # for the summaries; what came before them in the stream is complete
     every = tl.arange(0, CHUNKS)
     first = program - chunk
-    base, scale = _merge(
+    base, factor = _merge(
         tl.load(peaks + first + every, mask=every < chunks, other=float("-inf")),
         tl.load(sums + first + every, mask=every < chunks, other=0.0),
+        LOG,
     )
-    _store_chunk(y + row, chunk, n, tl.exp(value - base) * scale, CHUNK)
+    _store_chunk(y + row, chunk, n, _result(value - base, factor, LOG), CHUNK)
 
 
 @triton.jit
@@ -137,6 +167,7 @@ def softmax_column_tile(
     GRAIN: tl.constexpr,
     N: tl.constexpr,
     COLUMNS: tl.constexpr,
+    LOG: tl.constexpr,
 ):
     inner = inner_groups * GRAIN
     program = tl.program_id(0)
@@ -145,9 +176,9 @@ def softmax_column_tile(
     offset = ((program // inner_tiles).to(tl.int64) * n + place) * inner + column
     inside = (place < n) & (column < inner)
     value = _cast(tl.load(x + offset, mask=inside, other=float("-inf")), y)
-    value = tl.exp(value - _finite(tl.max(value, 0))[None, :])
-    scale = 1.0 / tl.sum(value, 0)
-    tl.store(y + offset, value * scale[None, :], mask=inside)
+    shifted = value - _finite(tl.max(value, 0))[None, :]
+    factor = _factor(tl.sum(tl.exp(shifted), 0), LOG)
+    tl.store(y + offset, _result(shifted, factor[None, :], LOG), mask=inside)
 
 
 @triton.jit
@@ -160,6 +191,7 @@ def softmax_columns(
     GRAIN: tl.constexpr,
     STEP: tl.constexpr,
     COLUMNS: tl.constexpr,
+    LOG: tl.constexpr,
 ):
     inner = inner_groups * GRAIN
     program = tl.program_id(0)
@@ -176,10 +208,10 @@ def softmax_columns(
         total = total * tl.exp(peak - base) + tl.sum(tl.exp(value - base[None, :]), 0)
         peak = higher
     base = _finite(peak)
-    scale = 1.0 / total
+    factor = _factor(total, LOG)
     for start in range(0, n, STEP):
         place = tl.arange(0, STEP)[:, None].to(tl.int64) + start
         inside = (place < n) & (column < inner)
         value = _cast(tl.load(x + corner + place * inner, mask=inside, other=float("-inf")), y)
-        value = tl.exp(value - base[None, :]) * scale[None, :]
+        value = _result(value - base[None, :], factor[None, :], LOG)
         tl.store(y + corner + place * inner, value, mask=inside)

@@ -1,0 +1,393 @@
+"""Every reduction that gives one number, or two, for each kept index.
+
+A contiguous tensor is read once, in tiles held in registers: whole rows, parts of long rows, or parts
+of columns where the axis has an inner stride. A tile becomes a state of up to three numbers; where an
+axis has several tiles, or several axes with kept ones between them are reduced, further launches merge
+states, up to ``STATES`` at a time. Which tiles there are follows from the sizes that are reduced and
+the stride, so a row's result does not depend on how many rows stand beside it, and no order of
+programs matters.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tileops.authoring import CallSpec, Entry, Kernel, Run, TensorSpec
+from tileops.lib.launch import (
+    Launcher,
+    TritonBuild,
+    cdiv,
+    next_power_of_2,
+    output_of,
+    pointer_to,
+)
+from tileops.reduction.kernels.softmax import grain_of, load_all
+
+__all__ = ["Reduce"]
+
+DEVICE = f"{__name__}_triton"
+
+REGISTER_ROW = 16384
+"""Elements of a row that one program holds."""
+ROW_PART = 8192
+ROW_TILE = 2048
+"""Elements of a tile of several short rows."""
+COLUMN_TILE = 16384
+COLUMN_BYTES = 128
+"""Contiguous bytes of a tile of columns, at least, where the inner axes have as many."""
+MOST_COLUMNS = 512
+STATES = 4096
+"""Elements of a tile of states."""
+HELD = 32
+"""Elements that one thread holds."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How an op reduces; see ``reduce_triton.py``. ``divisor``: of ``END``, from the elements."""
+
+    lift: str
+    fold: str
+    end: str = "same"
+    divisor: Callable[[CallSpec, int], float] = lambda call, n: 1.0
+
+    @property
+    def counts(self) -> bool:
+        """Its states are integers."""
+        return self.lift == "nonzero" or self.fold == "first"
+
+    @property
+    def lanes(self) -> int:
+        """Numbers of a state."""
+        return {"exp": 2, "moments": 3, "first": 2}.get(self.fold, 1)
+
+
+def _elements(call: CallSpec, n: int) -> float:
+    return float(n)
+
+
+def _freedom(call: CallSpec, n: int) -> float:
+    correction = call.params.correction
+    return max(float(n - (1 if correction is None else correction)), 0.0)
+
+
+SCHEMES = {
+    "SumFwdOp": Scheme("same", "sum"),
+    "MeanFwdOp": Scheme("same", "sum", "mean", _elements),
+    "ProdFwdOp": Scheme("same", "prod"),
+    "AmaxFwdOp": Scheme("same", "max"),
+    "AminFwdOp": Scheme("same", "min"),
+    "AllFwdOp": Scheme("nonzero", "min", "truth"),
+    "AnyFwdOp": Scheme("nonzero", "max", "truth"),
+    "CountNonzeroFwdOp": Scheme("nonzero", "sum"),
+    "LogSumExpFwdOp": Scheme("same", "exp", "log"),
+    "VarFwdOp": Scheme("same", "moments", "var", _freedom),
+    "StdFwdOp": Scheme("same", "moments", "std", _freedom),
+    "VarMeanFwdOp": Scheme("same", "moments", "var_mean", _freedom),
+    "ArgmaxFwdOp": Scheme("same", "first", "place"),
+    "ArgminFwdOp": Scheme("negative", "first", "place"),
+}
+NORMS = {
+    0: Scheme("nonzero", "sum"),
+    1: Scheme("abs", "sum"),
+    2: Scheme("square", "sum", "root"),
+    math.inf: Scheme("abs", "max"),
+    -math.inf: Scheme("abs", "min"),
+}
+
+
+def _scheme(call: CallSpec) -> Scheme | None:
+    return NORMS.get(call.params.ord) if call.op == "VectorNormFwdOp" else SCHEMES[call.op]
+
+
+def _source(call: CallSpec) -> TensorSpec:
+    (spec,) = call.inputs.values()
+    assert spec is not None
+    return spec
+
+
+def _results(call: CallSpec) -> list[TensorSpec]:
+    return [spec for spec in call.outputs.values() if spec is not None]
+
+
+def _reduced_axes(call: CallSpec) -> set[int]:
+    rank, dim = len(_source(call).shape), call.params.dim
+    empty_is_all = call.op not in ("AllFwdOp", "AnyFwdOp")  # as torch's functions differ
+    if dim is None or (dim == () and empty_is_all):
+        return set(range(rank))
+    return {axis % max(rank, 1) for axis in (dim if isinstance(dim, tuple) else (dim,))}
+
+
+@dataclass(frozen=True)
+class Step:
+    """Reduces the middle axis of ``[outer, n, inner]``."""
+
+    outer: int
+    n: int
+    inner: int
+
+
+def steps_of(shape: tuple[int, ...], axes: set[int]) -> list[Step]:
+    """One step for each run of neighbouring reduced axes, the innermost first."""
+    runs: list[tuple[int, bool]] = []
+    for axis, size in enumerate(shape):
+        if size == 1:
+            continue
+        gone = axis in axes
+        if runs and runs[-1][1] == gone:
+            runs[-1] = (runs[-1][0] * size, gone)
+        else:
+            runs.append((size, gone))
+    steps, inner = [], 1
+    for place in reversed(range(len(runs))):
+        size, gone = runs[place]
+        if gone:
+            steps.append(Step(math.prod(n for n, _ in runs[:place]), size, inner))
+        else:
+            inner *= size
+    return steps or [Step(inner, 1, 1)]
+
+
+class Reduce(Kernel):
+    """Tiles in registers, then states."""
+
+    name = "triton_reduce"
+
+    @classmethod
+    def refuses(cls, call: CallSpec) -> str | None:
+        if _scheme(call) is None:
+            return f"ord {call.params.ord}: it has 0, 1, 2, inf and -inf"
+        x = _source(call)
+        if x.dtype is torch.complex128:
+            return "complex128 has no type in Triton"
+        if not x.numel and any(spec.numel for spec in _results(call)):
+            return "there is nothing to reduce, and yet a result"
+        return None
+
+    @classmethod
+    def entry_for(cls, call: CallSpec) -> Entry:
+        return cls._entry(call, HELD)
+
+    @classmethod
+    def candidates(cls, call: CallSpec) -> list[Entry]:
+        return [cls._entry(call, held) for held in (HELD, 16, 64)]
+
+    @classmethod
+    def _entry(cls, call: CallSpec, held: int) -> Entry:
+        """``held``: elements that one thread holds."""
+        plan = _planned(call)
+        builds = (_read_build(call, plan, held), *(_merge_build(call, m) for m in plan.merges))
+        identity = tuple(build.identity for build in builds)
+        return Entry(identity, functools.partial(load_all, *builds), _bind)
+
+
+@dataclass(frozen=True)
+class Merge:
+    """One launch of ``reduce_states``: ``n`` states of each kept index become ``parts``."""
+
+    kept: int
+    n: int
+    inner: int
+    width: int
+    last: bool
+
+    @property
+    def parts(self) -> int:
+        return cdiv(self.n, self.width)
+
+    @property
+    def height(self) -> int:
+        """Kept indices of a tile."""
+        return min(max(STATES // self.width, 1), 64)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The first launch, which reads ``step`` in parts of ``length``, and those that merge."""
+
+    step: Step
+    length: int
+    columns: int
+    """Columns of a tile; 0 for contiguous rows."""
+    merges: tuple[Merge, ...]
+
+    @property
+    def parts(self) -> int:
+        return cdiv(self.step.n, self.length)
+
+    @property
+    def height(self) -> int:
+        """Rows of a tile."""
+        return max(ROW_TILE // self.length, 1) if self.parts == 1 else 1
+
+
+def _planned(call: CallSpec) -> Plan:
+    x = _source(call)
+    first, *rest = steps_of(x.shape, _reduced_axes(call))
+    columns = 0
+    if first.inner == 1:
+        length = next_power_of_2(first.n) if first.n <= REGISTER_ROW else ROW_PART
+    else:
+        tile = COLUMN_TILE if x.dtype.itemsize < 8 else COLUMN_TILE // 2
+        least = max(COLUMN_BYTES // x.dtype.itemsize, tile // next_power_of_2(first.n))
+        columns = min(next_power_of_2(first.inner), least, MOST_COLUMNS)
+        length = min(next_power_of_2(first.n), tile // columns)
+    merges: list[Merge] = []
+    states = [Step(first.outer, cdiv(first.n, length), first.inner), *rest]
+    for step in states:
+        n = step.n
+        while n > 1:
+            width = min(next_power_of_2(n), STATES)
+            merges.append(Merge(step.outer * step.inner, n, step.inner, width, False))
+            n = merges[-1].parts
+    if merges:
+        merges[-1] = Merge(**{**vars(merges[-1]), "last": True})
+    return Plan(first, length, columns, tuple(merges))
+
+
+def _wide(call: CallSpec) -> bool:
+    return torch.float64 in (_source(call).dtype, _results(call)[0].dtype)
+
+
+def _state_type(call: CallSpec, scheme: Scheme) -> torch.dtype:
+    if scheme.counts:
+        return torch.int64
+    return torch.float64 if _wide(call) else torch.float32
+
+
+def _shared(call: CallSpec, scheme: Scheme, last: bool) -> tuple[tuple[str, Any], ...]:
+    """The compile-time arguments of every launch."""
+    return (
+        ("LAST", last),
+        ("LIFT", scheme.lift),
+        ("FOLD", scheme.fold),
+        ("END", scheme.end),
+        ("LANES", scheme.lanes),
+        # From Hopper on a launch that merges states starts while the one before it runs.
+        ("DEPENDENT", call.device.arch >= (9, 0)),
+    )
+
+
+def _outputs(call: CallSpec) -> tuple[tuple[str, str], ...]:
+    first, *more = _results(call)
+    return ("y", pointer_to(first.dtype)), ("y2", pointer_to((more or [first])[0].dtype))
+
+
+def _read_build(call: CallSpec, plan: Plan, held: int) -> TritonBuild:
+    x, scheme = _source(call), _scheme(call)
+    assert scheme is not None
+    complex_bits = x.dtype is torch.complex64
+    pointer = "*i64" if complex_bits else pointer_to(x.dtype)
+    states = pointer_to(_state_type(call, scheme))
+    number = "fp64" if _wide(call) else "fp32"
+    rows = not plan.columns
+    grain = grain_of(plan.step.n if rows else plan.step.inner)
+    if rows:
+        height = plan.height
+        sizes: tuple[tuple[str, str], ...] = (("rows", "i64"), ("n_groups", "i64"))
+        tile: tuple[tuple[str, Any], ...] = (("ROWS", height), ("N", plan.length))
+    else:
+        height = plan.columns
+        sizes = (("n", "i64"), ("inner_groups", "i64"), ("inner_tiles", "i32"))
+        tile = (("STEP", plan.length), ("COLUMNS", plan.columns))
+    elements = height * plan.length
+    return TritonBuild(
+        f"{DEVICE}:{'reduce_rows' if rows else 'reduce_columns'}",
+        (
+            ("x", pointer),
+            *_outputs(call),
+            ("states", states),
+            ("lanes", "i64"),
+            *sizes,
+            ("parts", "i32"),
+            ("divisor", number),
+        ),
+        (
+            ("GRAIN", grain),
+            *tile,
+            *_shared(call, scheme, not plan.merges),
+            ("MASK", 0x7FFFFFFF7FFFFFFF if complex_bits else 0),
+            ("CASTS", getattr(call.params, "dtype", None) not in (None, x.dtype)),
+            ("WIDE", _wide(call)),
+        ),
+        min(max(elements // (32 * held), 4), 16),
+        aligned=("x",) if x.aligned else (),
+    )
+
+
+def _merge_build(call: CallSpec, merge: Merge) -> TritonBuild:
+    scheme = _scheme(call)
+    assert scheme is not None
+    states = pointer_to(_state_type(call, scheme))
+    shared = _shared(call, scheme, merge.last)
+    options = (("launch_pdl", True),) if dict(shared)["DEPENDENT"] else ()
+    return TritonBuild(
+        f"{DEVICE}:reduce_states",
+        (
+            ("states", states),
+            ("lanes", "i64"),
+            ("into", states),
+            ("into_lanes", "i64"),
+            *_outputs(call),
+            ("kept", "i64"),
+            ("n", "i64"),
+            ("inner", "i64"),
+            ("parts", "i32"),
+            ("divisor", "fp64" if _wide(call) else "fp32"),
+        ),
+        (("KEPT", merge.height), ("N", merge.width), *shared),
+        4,
+        options=options,
+    )
+
+
+def _bind(launchers: tuple[Launcher, ...], call: CallSpec) -> Run:
+    plan, scheme, x = _planned(call), _scheme(call), _source(call)
+    assert scheme is not None
+    makes = [output_of(spec) for spec in _results(call)]
+    single = makes[0] if len(makes) == 1 else None
+    if not x.numel:
+        empty = tuple(makes)
+        return lambda x: single() if single else tuple(make() for make in empty)
+    launches = [launcher.on(call.device.index) for launcher in launchers]
+    step, kind = plan.step, _state_type(call, scheme)
+    counts = [step.outer * plan.parts * step.inner, *(m.kept * m.parts for m in plan.merges)]
+    buffers = [
+        output_of(TensorSpec.contiguous_of((scheme.lanes * count,), kind, x.device))
+        for count in counts[:-1]
+    ]
+    divisor = scheme.divisor(call, x.numel // max(_results(call)[0].numel, 1))
+    if plan.columns:
+        tiles = cdiv(step.inner, plan.columns)
+        grain = grain_of(step.inner)
+        grid = step.outer * plan.parts * tiles
+        scalars: tuple[Any, ...] = (step.n, step.inner // grain, tiles, plan.parts, divisor)
+    else:
+        grain = grain_of(step.n)
+        grid = cdiv(step.outer, plan.height) * plan.parts
+        scalars = (step.outer, step.n // grain, plan.parts, divisor)
+    read, merging = launches[0], list(zip(plan.merges, launches[1:], counts[1:], strict=True))
+    bits = x.dtype is torch.complex64
+
+    def run(x: torch.Tensor) -> Any:
+        outs = [make() for make in makes]
+        y, y2 = outs[0], outs[-1]
+        states = buffers[0]() if buffers else None
+        read(grid, 1, 1, x.view(torch.int64) if bits else x, y, y2, states, counts[0], *scalars)
+        for number, (merge, launch, count) in enumerate(merging, 1):
+            into = buffers[number]() if number < len(buffers) else None
+            programs = cdiv(merge.kept, merge.height) * merge.parts
+            launch(
+                programs, 1, 1, states, counts[number - 1], into, count, y, y2,
+                merge.kept, merge.n, merge.inner, merge.parts, divisor,
+            )  # fmt: skip
+            states = into
+        return y if single else tuple(outs)
+
+    return run

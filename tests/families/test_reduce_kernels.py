@@ -1,0 +1,350 @@
+"""The kernels of all reductions, in Triton's interpreter, against float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.aot import ARCHITECTURES, assert_fits, sass
+from tests.cases import op_classes
+from tests.kernel_calls import builds_of, call_of, misaligned, poison, run_entry, shapes
+from tests.oracle import exact
+from tests.triton_interpreter import interpreted
+from tileops import reduction
+from tileops.backend.tolerances import compare
+
+HALF = torch.bfloat16
+SAMPLES = {
+    "SumFwdOp": {},
+    "MeanFwdOp": {},
+    "AmaxFwdOp": {},
+    "AminFwdOp": {},
+    "LogSumExpFwdOp": {},
+    "VarFwdOp": {},
+    "StdFwdOp": {"correction": 0},
+    "VarMeanFwdOp": {"correction": 2.5},
+    "VectorNormFwdOp": {},
+    "AllFwdOp": {},
+    "AnyFwdOp": {},
+    "CountNonzeroFwdOp": {},
+}
+"""Ops that take any axes, with parameters."""
+FOLDS = ["SumFwdOp", "AmaxFwdOp", "LogSumExpFwdOp", "VarMeanFwdOp", "AnyFwdOp"]
+"""One of them for each way to merge states."""
+SINGLE = {"ArgmaxFwdOp": {}, "ArgminFwdOp": {}, "ProdFwdOp": {}}
+
+
+def op_of(name, dim, **params):
+    return getattr(reduction, name)(dim=dim, **params)
+
+
+def call_for(op, x, **facts):
+    """``x``: a tensor, or (shape, dtype)."""
+    real = isinstance(x, torch.Tensor)
+    meta = torch.empty(x.shape if real else x[0], dtype=x.dtype if real else x[1], device="meta")
+    outputs, _, _ = type(op)._signature(op, meta, None)
+    device = x.device if real else torch.device("cuda", 0)
+    names = [output.name for output in op.entry.outputs]
+    (given,) = (item.name for item in op.entry.inputs)
+    return call_of(
+        type(op).__name__,
+        {given: x if real else shapes(device, x=x)["x"]},
+        shapes(device, **dict(zip(names, outputs, strict=True))),
+        params=op._params,
+        **facts,
+    )
+
+
+@interpreted
+def run(op, x):
+    from tileops.reduction.kernels.reduce import Reduce
+
+    call = call_for(op, x)
+    assert Reduce.refuses(call) is None, Reduce.refuses(call)
+    with poison():
+        return run_entry(Reduce.entry_for(call), call, x)
+
+
+@interpreted
+def run_small(op, x):
+    """With tiles so small that a small tensor needs every kind of launch."""
+    from tileops.reduction.kernels import reduce
+
+    sizes = {"REGISTER_ROW": 8, "ROW_PART": 4, "ROW_TILE": 16, "COLUMN_TILE": 16, "STATES": 4}
+    sizes |= {"COLUMN_BYTES": 8, "MOST_COLUMNS": 8}
+    before = {name: getattr(reduce, name) for name in sizes}
+    try:
+        vars(reduce).update(sizes)
+        call = call_for(op, x)
+        with poison():
+            return run_entry(reduce.Reduce.entry_for(call), call, x)
+    finally:
+        vars(reduce).update(before)
+
+
+def check(op, x, result):
+    wanted, _ = exact(op, {op.entry.inputs[0].name: x})
+    results = result if isinstance(result, tuple) else (result,)
+    for given, exactly in zip(results, wanted, strict=True):
+        found = compare(given, exactly, "reduction")
+        assert found.ok, f"{op!r}: {found.text}"
+
+
+def draw(shape, dtype=torch.float32):
+    if dtype.is_floating_point or dtype.is_complex:
+        x = torch.randn(shape, dtype=dtype if dtype.is_complex else torch.float32).to(dtype)
+        return x.masked_fill_(torch.rand(shape) < 0.3, 0) if dtype.is_complex else x
+    return torch.randint(0, 2, shape).to(dtype)
+
+
+@pytest.mark.parametrize(("name", "params"), {**SAMPLES, **SINGLE}.items())
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [
+        ((3, 13), -1),
+        ((13, 3), 0),
+        ((2, 5, 7), 1),
+        ((1, 7, 1), 0),
+        ((), 0),
+        ((2, 37), 1),  # several launches
+        ((37, 3), 0),
+        ((2, 67, 3), 1),
+    ],
+)
+def test_one_axis_in_small_tiles(name, params, shape, dim):
+    x, op = draw(shape), op_of(name, dim, **params)
+    if "correction" not in params and "Var" in name and 1 in shape:
+        x = torch.cat([x, draw(shape)], dim)
+    check(op, x, run_small(op, x))
+
+
+@pytest.mark.parametrize("name", FOLDS)
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [
+        ((4, 5), (0, 1)),
+        ((3, 5, 7), (0, 2)),
+        ((3, 5, 7), (-2, 0)),
+        ((2, 3, 5, 7), (1, 3)),
+        ((3, 2, 5, 2, 3), (4, 0, 2)),
+        ((17, 2, 19), (0, 2)),
+        ((4, 3, 1, 5), (2, 3)),
+    ],
+)
+def test_several_axes_in_small_tiles(name, shape, dim):
+    x, op = draw(shape), op_of(name, dim, **SAMPLES[name])
+    check(op, x, run_small(op, x))
+
+
+@pytest.mark.parametrize("name", [*FOLDS[:1], "VarMeanFwdOp", "ArgmaxFwdOp"])
+def test_everything(name):
+    for shape in ((), (1,), (41,), (3, 5, 7)):
+        x = draw(shape)
+        for keepdim in (False, True):
+            op = op_of(name, None, keepdim=keepdim)
+            check(op, x, run_small(op, x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, HALF, torch.float32, torch.float64])
+@pytest.mark.parametrize(("name", "params"), SAMPLES.items())
+def test_dtypes_in_real_tiles(name, params, dtype):
+    x = draw((5, 100), dtype)
+    for dim in (0, 1):
+        op = op_of(name, dim, **params)
+        check(op, x, run(op, x))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64]
+)
+@pytest.mark.parametrize("name", ["AllFwdOp", "AnyFwdOp", "CountNonzeroFwdOp"])
+def test_what_is_zero(name, dtype):
+    for probability in (0.0, 0.5, 1.0):
+        x = (torch.rand(6, 9) < probability).to(dtype)
+        if dtype is torch.complex64:
+            x = x * torch.tensor([0 + 1j, -1 + 0j, complex(math.nan, 0)]).repeat(3)
+            x = torch.where(x == 0, torch.tensor(complex(-0.0, -0.0)), x)
+        for dim in (0, 1):
+            op = op_of(name, dim)
+            check(op, x, run(op, x))
+    x = torch.tensor([[-0.0, math.nan], [0.0, -math.inf]])
+    check(op_of(name, 1), x, run(op_of(name, 1), x))
+
+
+def test_large_integers_are_not_zero():
+    x = torch.tensor([[2**40, 2**40], [-(2**63), 0]])
+    assert run(op_of("CountNonzeroFwdOp", 1), x).tolist() == [2, 1]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(("name", "params"), {**SAMPLES, **SINGLE}.items())
+def test_infinities_nan_and_signed_zeros(name, params, dim):
+    x = torch.randn(8, 21)
+    x[0, 5] = math.nan
+    x[1] = math.inf
+    x[2] = -math.inf
+    x[3, 20] = math.inf
+    x[4, ::2], x[4, 1::2] = 0.0, -0.0
+    x[5, 3], x[5, 17] = -math.nan, math.nan
+    x[6, 2], x[6, 3] = math.inf, -math.inf
+    x[7, :8] = -math.inf
+    x = x if dim == 1 else x.T.contiguous()
+    op = op_of(name, dim, **params)
+    for serve in (run, run_small):
+        check(op, x, serve(op, x))
+
+
+@pytest.mark.parametrize("ord", [0, 1, 2, 2.0, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_norms(ord, dtype):
+    x = draw((7, 33), dtype).masked_fill_(torch.rand(7, 33) < 0.2, 0)
+    for dim in (0, 1, None):
+        op = op_of("VectorNormFwdOp", dim, ord=ord)
+        check(op, x, run_small(op, x))
+
+
+@pytest.mark.parametrize("name", ["SumFwdOp", "MeanFwdOp", "ProdFwdOp", "VectorNormFwdOp"])
+def test_the_cast_comes_first(name):
+    x = (torch.randn(4, 12) * 20).bfloat16().float() * (1 + 2**-10)
+    wanted = torch.float64 if name == "VectorNormFwdOp" else HALF
+    for dim in (0, 1):
+        op = op_of(name, dim, dtype=wanted)
+        check(op, x, run_small(op, x))
+
+
+@pytest.mark.parametrize("name", ["ArgmaxFwdOp", "ArgminFwdOp"])
+@pytest.mark.parametrize("dim", [0, 1, None])
+def test_the_first_of_equals_wins(name, dim):
+    x = torch.randint(-2, 3, (23, 29)).float()
+    op = op_of(name, dim)
+    check(op, x, run_small(op, x))
+
+
+def test_real_tiles_of_long_rows_and_columns():
+    for shape, dim in (((2, 20000), 1), ((1100, 70), 0), ((16385,), 0)):
+        x = draw(shape)
+        for name in ("SumFwdOp", "VarFwdOp", "LogSumExpFwdOp", "ArgmaxFwdOp"):
+            op = op_of(name, dim)
+            check(op, x, run(op, x))
+
+
+def test_misaligned():
+    x = misaligned(draw((3, 64), HALF))
+    check(op_of("SumFwdOp", 1), x, run(op_of("SumFwdOp", 1), x))
+
+
+@pytest.mark.parametrize("name", ["SumFwdOp", "VarFwdOp", "LogSumExpFwdOp"])
+@pytest.mark.parametrize("n", [13, 100, 20000])
+def test_a_row_does_not_depend_on_the_rows_beside_it(name, n):
+    x = draw((9, n))
+    op = op_of(name, -1)
+    together = run(op, x)
+    for row in (0, 8):
+        assert torch.equal(run(op, x[row : row + 1].contiguous())[0], together[row])
+
+
+def test_nothing_in_nothing_out():
+    for name in ("SumFwdOp", "VarMeanFwdOp"):
+        result = run(op_of(name, 1), torch.empty(0, 4))
+        assert (result[0] if isinstance(result, tuple) else result).shape == (0,)
+
+
+def test_what_is_left_to_the_decomposition():
+    from tileops.reduction.kernels.reduce import Reduce
+
+    for op, shape, dtype in (
+        (op_of("SumFwdOp", 1), (3, 0), torch.float32),
+        (op_of("AllFwdOp", 1), (3, 4), torch.complex128),
+        (op_of("VectorNormFwdOp", 1, ord=3), (3, 4), torch.float32),
+    ):
+        assert Reduce.refuses(call_for(op, (shape, dtype)))
+
+
+def test_how_many_rows_is_not_in_the_identity():
+    from tileops.reduction.kernels.reduce import Reduce
+
+    def identity(rows, n):
+        return Reduce.entry_for(call_for(op_of("SumFwdOp", -1), ((rows, n), HALF))).identity
+
+    assert identity(1, 4096) == identity(77, 4096)
+    assert identity(1, 128256) == identity(7000, 128256)
+
+
+def test_launches():
+    from tileops.reduction.kernels.reduce import Reduce
+
+    def launches(shape, dim):
+        call = call_for(op_of("SumFwdOp", dim), (shape, HALF))
+        return len(builds_of(Reduce.entry_for(call)))
+
+    assert launches((2048, 4096), -1) == 1
+    assert launches((4, 128256), -1) == 2
+    assert launches((4096, 4096), 0) == 2
+    assert launches((32, 64, 56, 56), (0, 2, 3)) == 2
+    assert launches((2**31,), None) == 3
+
+
+# ---- what the compiler says ----------------------------------------------------------------------
+
+
+def builds(op, shape, dtype, arch):
+    from tileops.reduction.kernels.reduce import Reduce
+
+    call = call_for(op, (shape, dtype), arch=arch)
+    return [] if Reduce.refuses(call) else builds_of(Reduce.entry_for(call))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("name", "shape", "dim", "dtype"),
+    [
+        ("SumFwdOp", (2048, 4096), -1, HALF),
+        ("VarMeanFwdOp", (4, 128256), -1, torch.float32),
+        ("LogSumExpFwdOp", (4096, 4096), 0, torch.float16),
+        ("ArgmaxFwdOp", (4096, 4096), 0, HALF),
+        ("AllFwdOp", (2048, 11008), -1, torch.bool),
+        ("AmaxFwdOp", (2048, 4096), -1, torch.float64),
+    ],
+)
+def test_compiles_to_wide_accesses(name, shape, dim, dtype, arch):
+    read, *merges = builds(op_of(name, dim), shape, dtype, arch)
+    assert_fits(read, arch)
+    assert "LDG.E.128" in sass(read, arch)
+    for merge in merges:
+        assert_fits(merge, arch)
+
+
+def declared():
+    """Each workload of these ops in the dtype that it declares."""
+    return [
+        pytest.param(name, workload, id=f"{name}-{workload.label}")
+        for name in {**SAMPLES, **SINGLE}
+        for workload in op_classes()[name].entry.workloads
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "workload"), declared())
+def test_every_workload_compiles(name, workload):
+    op = op_classes()[name](**workload.params)
+    dtype = getattr(torch, workload.dtypes["T"])
+    for arch in ARCHITECTURES:
+        for build in builds(op, workload.dims["S"], dtype, arch):
+            assert_fits(build, arch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_candidates_compile(dtype):
+    from tileops.reduction.kernels.reduce import Reduce
+
+    for name, shape, dim in (
+        ("VarFwdOp", (2048, 11008), -1),
+        ("ArgmaxFwdOp", (4096, 4096), 0),
+    ):
+        call = call_for(op_of(name, dim), (shape, dtype), arch=(9, 0))
+        for entry in Reduce.candidates(call):
+            for build in builds_of(entry):
+                assert_fits(build, (9, 0))

@@ -1,0 +1,88 @@
+"""Log-softmax, and the gradients of both, on the CPU against float64 and autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.oracle import check, strided
+from tileops import CheckError
+from tileops.reduction import (
+    LogSoftmaxBwdOp,
+    LogSoftmaxFwdOp,
+    SoftmaxBwdOp,
+    SoftmaxFwdOp,
+)
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+SHAPES = [(), (1,), (37,), (0,), (3, 0), (0, 4), (2, 3, 5), (3, 1, 4), (5, 1031)]
+PAIRS = [(SoftmaxFwdOp, SoftmaxBwdOp, F.softmax), (LogSoftmaxFwdOp, LogSoftmaxBwdOp, F.log_softmax)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_axis(shape, dtype):
+    # Not much spread: where one probability is nearly 1 the gradient is a difference of equals.
+    x, grad = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    for dim in range(-max(len(shape), 1), max(len(shape), 1)):
+        check(LogSoftmaxFwdOp(dim), {"input": x})
+        check(SoftmaxBwdOp(dim), {"grad_output": grad, "output": torch.softmax(x, dim)})
+        check(LogSoftmaxBwdOp(dim), {"grad_output": grad, "output": torch.log_softmax(x, dim)})
+
+
+@pytest.mark.filterwarnings("ignore:Implicit dimension choice")
+@pytest.mark.parametrize(("forward", "backward", "reference"), PAIRS)
+@pytest.mark.parametrize("shape", [(3, 4, 5), (3, 4), (5,)])
+@pytest.mark.parametrize("dim", [None, 0, -1])
+def test_gradients_are_autograds(forward, backward, reference, shape, dim):
+    x, grad = torch.randn(shape).double().requires_grad_(), torch.randn(shape).double()
+    wanted = torch.autograd.grad(reference(x, dim), x, grad)[0]
+    saved = forward(dim)(x.detach())
+    torch.testing.assert_close(backward(dim)(grad, saved), wanted)
+
+
+@pytest.mark.parametrize(("forward", "backward", "reference"), PAIRS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_cast_forward_has_its_gradient_in_the_dtype_of_the_result(
+    forward, backward, reference, dtype
+):
+    y = reference(torch.randn(4, 7), 1).to(dtype)
+    result = check(backward(1, dtype=dtype), {"grad_output": torch.randn_like(y), "output": y})
+    assert result.dtype is dtype
+    with pytest.raises(CheckError, match="'grad_output'"):
+        backward(1, dtype=torch.float32)(torch.randn(4, 7).double(), torch.randn(4, 7).double())
+    with pytest.raises(CheckError, match="'output'"):
+        backward(1)(torch.randn(4, 7), torch.randn(4, 7).double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strides(dtype):
+    grad = torch.randn(3, 4, 6).to(dtype)
+    for _, view in strided(torch.randn(3, 4, 6).to(dtype)):
+        check(LogSoftmaxFwdOp(1), {"input": view})
+        check(SoftmaxBwdOp(1), {"grad_output": grad, "output": view})
+        check(LogSoftmaxBwdOp(2), {"grad_output": view, "output": grad})
+    expanded = torch.randn(()).to(dtype).expand(3, 4, 6)
+    check(LogSoftmaxBwdOp(2), {"grad_output": expanded, "output": grad})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_special_rows(dtype, dim):
+    x = torch.randn(5, 8).to(dtype)
+    x[0] = -torch.inf
+    x[1, 2] = -torch.inf
+    x[2, 3] = torch.inf
+    x[3, 4] = torch.nan
+    x[4] = torch.finfo(dtype).max
+    x = x if dim == 1 else x.T
+    result = check(LogSoftmaxFwdOp(dim), {"input": x})
+    assert torch.equal(result.isnan(), F.log_softmax(x, dim).isnan())
+
+
+def test_no_gradient_is_wanted():
+    with pytest.raises(CheckError, match="a gradient is wanted"):
+        SoftmaxBwdOp(wants_x=False)
+    with pytest.raises(CheckError, match="a gradient is wanted"):
+        LogSoftmaxBwdOp(wants_input=False)
