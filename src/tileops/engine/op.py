@@ -159,7 +159,12 @@ class Op:
     def batched(self, ranks: Mapping[str, int]) -> Op | None:
         """Hook: the op that does along a new first axis, slice by slice, what this one does; ``ranks``:
         dims of each passed input of a slice. None: ``vmap`` calls this op for each slice."""
-        return self if takes_a_batch(self.entry) else None
+        return self if takes_a_batch(self.entry) and not self.random else None
+
+    @property
+    def draws(self) -> bool:
+        """Whether a call takes numbers from torch's generator."""
+        return self.random
 
     def settle(self, **attributes: Any) -> None:
         """Set attributes during ``setup``; afterwards an op is immutable."""
