@@ -37,6 +37,14 @@ class DropoutFwdOp(Op):
 
     kernel = KernelInterface(cuda=("dropout:Dropout",), compiled_from=1 << 16)
     random = True
+    p: float
+    training: bool
+    seed: int | None
+
+    @property
+    def draws(self) -> bool:
+        """Not with a seed, nor where nothing is dropped."""
+        return self.training and self.p > 0 and self.seed is None
 
     @staticmethod
     def decomposition(
