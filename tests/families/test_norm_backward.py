@@ -165,7 +165,7 @@ def run_backward(name, params, inputs, way=None, **facts):
         return run_entry(entry, call, *inputs.values())
 
 
-def check_kernel(op, inputs, way=None, multiprocessors=2):
+def check_kernel(op, inputs, way=None, multiprocessors=1):
     before = {n: None if t is None else t.clone() for n, t in inputs.items()}
     results = run_backward(
         type(op).__name__, op._params, inputs, way, multiprocessors=multiprocessors
