@@ -105,7 +105,7 @@ def _nonzero(rows: torch.Tensor) -> torch.Tensor:
 
 def _first(op: Any, rows: torch.Tensor) -> torch.Tensor:
     """By the rule: the first NaN, else the first extreme."""
-    flat = rows.reshape(-1, rows.shape[-1])
+    flat = rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1])
     found = []
     for row in flat.tolist():
         nans = [n for n, value in enumerate(row) if value != value]
