@@ -99,7 +99,7 @@ def contenders(columns: int, autotuned: bool) -> dict[str, Contender | None]:
 def candidates(rows: int, columns: int, dtype: torch.dtype) -> dict[str, Contender]:
     """Every configuration of the kernels that take this shape, beside a copy and ``F.rms_norm``."""
     from tileops.authoring import CallSpec, DeviceFacts, TensorSpec
-    from tileops.norm.kernels.rms_norm import ManyShortRows, RegisterRow, StreamedRow
+    from tileops.norm.kernels.rows import ManyShortRows, RegisterRow, StreamedRow
 
     about = torch.cuda.get_device_properties(0)
     shared = about.shared_memory_per_block_optin

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import itertools
+import re
 from functools import cache
 from typing import Any
 
@@ -15,7 +16,7 @@ from tileops.engine.manifest.entry import Workload
 from tileops.engine.workloads import WorkloadCall, workload_inputs
 
 __all__ = [
-    "float32_calls", "op_classes", "workload_call", "workload_cases", "workloads_in_every_dtype",
+    "distinct_classes", "float32_calls", "op_classes", "workload_call", "workload_cases", "workloads_in_every_dtype",
 ]  # fmt: skip
 
 
@@ -29,6 +30,37 @@ def op_classes() -> dict[str, type[Op]]:
             if entry.status == "implemented":
                 found[name] = getattr(module, name)
     return found
+
+
+def signature_text(entry: Any) -> str:
+    """What generated code follows from, with names that say only their place."""
+    names = [*(i.name for i in entry.inputs), *entry.dtypes, *(p.name for p in entry.params)]
+    names += sorted({name for i in entry.inputs for name in i.shape.names} - set(names))
+    text = repr((
+        entry.kind, len(entry.composition), bool(entry.backward),
+        [(i.name, str(i.dtype and i.dtype.text), i.dtypes, i.shape.text, str(i.optional),
+          i.mutated and i.mutated.text, i.passed_when and i.passed_when.text, i.contiguous, i.host,
+          i.kw_only, i.content is None) for i in entry.inputs],
+        [(str(o.dtype.text), o.shape.text, o.nullable and o.nullable.text, o.buffer, o.is_input)
+         for o in entry.outputs],
+    ))  # fmt: skip
+    places: dict[str, str] = {}
+
+    def place(word: re.Match[str]) -> str:
+        known = word[0] in names
+        return places.setdefault(word[0], f"<{len(places)}>") if known else word[0]
+
+    return re.sub(r"[A-Za-z_]\w*", place, text)
+
+
+@cache
+def distinct_classes() -> dict[str, type[Op]]:
+    """One class, the first in its manifest, for each signature: classes that differ from it in names,
+    dtypes, rules and meaning alone go through the same generated code."""
+    first: dict[str, str] = {}
+    for name, cls in op_classes().items():
+        first.setdefault(f"{signature_text(cls.entry)} {cls.grows} {cls.random}", name)
+    return {name: op_classes()[name] for name in first.values()}
 
 
 def workloads_in_every_dtype(name: str) -> list[tuple[str, Workload]]:
@@ -93,6 +125,7 @@ def _positive(*names: str) -> Any:
 
 _FILL: dict[str, Any] = {
     "BatchNormFwdOp": _positive("running_var"),
+    "InstanceNormFwdOp": _positive("running_var"),
     "GQADenseFwdOp": _positive("q_scale", "k_scale", "v_scale"),
     "PagedKVCacheWriteFwdOp": _positive("k_scale", "v_scale"),
 }
@@ -112,6 +145,7 @@ def _float32(name: str, most: int) -> list[Workload]:
             made = workload_call(name, workload, 0, most)
             present = tuple(t is not None for t in made.inputs.values())
             written = tuple(bool(i.mutated) and str(made.op._params) for i in cls.entry.inputs)
-            found.setdefault((present, written), made.workload)
+            floating = "float32" in workload.dtypes.values()
+            found.setdefault((present, written, floating), made.workload)
     assert found, f"{name}: no workload in float32"
     return list(found.values())

@@ -4,7 +4,8 @@
 inputs. ``tests/contract/test_compile_contract.py`` compiles each in a process that has never called an
 op; other modules of ``tests/contract`` use the same calls. What a call means says ``tests/oracle.py``.
 
-A class, an operator of it, or a kind of signature that has no sample here fails a test there.
+A signature, an operator of a class with a sample, or a kind of signature that has no sample here fails
+a test there. Classes with the signature of another are compiled there one after the other.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["CASES", "Call", "Case", "classes_with_a_boundary", "cold", "exact_call", "op_class"]
+__all__ = [
+    "CASES", "Call", "Case", "classes_with_a_boundary", "cold", "exact_call", "op_class", "signature",
+]  # fmt: skip
 
 Tensors = dict[str, "torch.Tensor | None"]
 
@@ -153,6 +156,15 @@ def classes_with_a_boundary() -> set[str]:
     }
 
 
+def signature(path: str) -> str:
+    """What the generated code of ``family.Class`` follows from: see ``tests.cases.signature_text``."""
+    from tests.cases import signature_text
+    from tileops.engine.manifest.catalog import families, load_family
+
+    family, name = path.split(".")
+    return signature_text(load_family(families()[family])[name])
+
+
 # ---- elementwise ---------------------------------------------------------------------------------
 
 
@@ -179,6 +191,11 @@ def silu_inplace(batch: int) -> Tensors:
 @cold("elementwise.SiLUAndMulFwdOp", "elementwise_silu_and_mul_fwd")
 def silu_and_mul(batch: int) -> Tensors:
     return {"input": torch.randn(batch, 16)}
+
+
+@cold("elementwise.SiLUAndMulBwdOp", "elementwise_silu_and_mul_bwd", "inductor")
+def silu_and_mul_backward(batch: int) -> Tensors:
+    return {"grad_output": torch.randn(batch, 8), "input": torch.randn(batch, 16)}
 
 
 @cold("elementwise.GELUFwdOp", "elementwise_gelu_fwd")
@@ -208,6 +225,61 @@ def layer_norm(batch: int) -> Tensors:
 def fused_add_rms_norm(batch: int) -> Tensors:
     x, residual = torch.randn(2, batch, 8)
     return {"input": x, "residual": residual, "weight": torch.randn(8)}
+
+
+def _norm_backward(op: str, names: tuple[str, ...], several: dict[str, tuple[str, ...]]) -> None:
+    """A sample for each choice of gradients of ``op``; ``several``: the choices' ``wants_`` that are
+    false, by the sample's name."""
+    base = "norm_" + {"RMSNormBwdOp": "rms_norm", "LayerNormBwdOp": "layer_norm"}.get(
+        op, "fused_add_rms_norm"
+    )
+
+    def tensors(batch: int) -> Tensors:
+        return {**{name: torch.randn(batch, 8) for name in names}, "weight": torch.randn(8)}
+
+    for name, absent in several.items():
+
+        def sample(batch: int) -> Tensors:
+            return tensors(batch)
+
+        sample.__name__ = f"{base}_backward_{name}"
+        shape = {} if op.startswith("Fused") else {"normalized_shape": (8,)}
+        params = {**shape, "eps": 1e-3, **{f"wants_{gradient}": False for gradient in absent}}
+        suffix = "".join(f"_without_grad_{gradient}" for gradient in absent)
+        cold(f"norm.{op}", f"{base}_bwd{suffix}", **params)(sample)
+
+
+_norm_backward(
+    "RMSNormBwdOp",
+    ("grad_output", "x"),
+    {"whole": (), "of_the_weight": ("x",), "of_x": ("weight",)},
+)
+_norm_backward(
+    "LayerNormBwdOp",
+    ("grad_output", "input"),
+    {
+        "whole": (),
+        "of_weight_and_bias": ("input",),
+        "of_input_and_bias": ("weight",),
+        "of_input_and_weight": ("bias",),
+        "of_the_bias": ("input", "weight"),
+        "of_the_weight": ("input", "bias"),
+        "of_the_input": ("weight", "bias"),
+    },
+)
+_norm_backward(
+    "FusedAddRMSNormBwdOp",
+    ("grad_output", "grad_residual_out", "residual_out"),
+    {
+        "whole": (),
+        "of_residual_and_weight": ("input",),
+        "of_input_and_weight": ("residual",),
+        "of_input_and_residual": ("weight",),
+        "of_the_weight": ("input", "residual"),
+        "of_the_residual": ("input", "weight"),
+        "of_the_input": ("residual", "weight"),
+    },
+)
 
 
 def _batch_norm(batch: int, running: bool) -> Tensors:
@@ -240,6 +312,65 @@ def batch_norm_training(batch: int) -> Tensors:
 )
 def batch_norm_evaluation(batch: int) -> Tensors:
     return _batch_norm(batch, running=True)
+
+
+@cold("norm.BatchNormBwdOp", "norm_batch_norm_bwd")
+def batch_norm_backward(batch: int) -> Tensors:
+    doutput, x = torch.randn(2, batch, 3, 5)
+    inputs: Tensors = {"doutput": doutput, "input": x, "save_mean": torch.randn(3)}
+    return {**inputs, "save_invstd": torch.rand(3) + 0.5, "weight": torch.randn(3)}
+
+
+@cold("norm.AdaLayerNormFwdOp", "norm_ada_layer_norm_fwd")
+def ada_layer_norm(batch: int) -> Tensors:
+    return {name: torch.randn(batch, 8) for name in ("x", "scale", "shift")}
+
+
+@cold("norm.AdaLayerNormZeroFwdOp", "norm_ada_layer_norm_zero_fwd")
+def ada_layer_norm_zero(batch: int) -> Tensors:
+    return {name: torch.randn(batch, 8) for name in ("x", "scale", "shift", "gate")}
+
+
+@cold("norm.FusedAddLayerNormFwdOp", "norm_fused_add_layer_norm_fwd")
+def fused_add_layer_norm(batch: int) -> Tensors:
+    x, residual = torch.randn(2, batch, 8)
+    return {"x": x, "residual": residual, "weight": torch.randn(8), "bias": torch.randn(8)}
+
+
+@cold("norm.FusedAddRMSNormPerTokenQuantFwdOp", "norm_fused_add_rms_norm_per_token_quant_fwd")
+def fused_add_rms_norm_quant(batch: int) -> Tensors:
+    return fused_add_rms_norm(batch)
+
+
+@cold("norm.GroupNormFwdOp", "norm_group_norm_fwd", num_groups=2)
+def group_norm(batch: int) -> Tensors:
+    return {"input": torch.randn(batch, 4, 5), "weight": torch.randn(4), "bias": None}
+
+
+@cold("norm.InstanceNormFwdOp", "norm_instance_norm_fwd")
+def instance_norm(batch: int) -> Tensors:
+    return _batch_norm(batch, running=False)
+
+
+@cold(
+    "norm.InstanceNormFwdOp",
+    "norm_instance_norm_fwd_writes_running_mean_writes_running_var",
+    "inductor",
+)
+def instance_norm_training(batch: int) -> Tensors:
+    return _batch_norm(batch, running=True)
+
+
+@cold(
+    "norm.FusedQKNormRoPEFwdOp",
+    "norm_fused_qk_norm_rope_fwd_writes_qkv",
+    num_heads=2,
+    num_kv_heads=1,
+)
+def fused_qk_norm_rope(batch: int) -> Tensors:
+    inputs: Tensors = {"qkv": torch.randn(batch, 32), "q_weight": torch.randn(8)}
+    inputs |= {"k_weight": torch.randn(8), "cos_sin_cache": torch.randn(64, 6)}
+    return {**inputs, "positions": torch.arange(batch) * 3}
 
 
 # ---- reduction, rope, gemm -----------------------------------------------------------------------
@@ -284,9 +415,69 @@ def rope(batch: int) -> Tensors:
     return {"x": torch.randn(batch, 2, 8), "positions": torch.arange(batch) * 3}
 
 
+@cold("rope.RoPENeoxPositionIdsBwdOp", "rope_neox_position_ids_bwd", max_position=256, rotary_dim=6)
+def rope_gradient(batch: int) -> Tensors:
+    return {"grad_output": torch.randn(batch, 2, 8), "positions": torch.arange(batch) * 3}
+
+
+@cold("rope.RoPEFwdOp", "rope_fwd", "inductor", rope_layout="interleaved")
+def rope_of_rows(batch: int) -> Tensors:
+    return {"x": torch.randn(batch, 8)}
+
+
+@cold("rope.RoPEBwdOp", "rope_bwd", input_layout="2d")
+def rope_of_rows_gradient(batch: int) -> Tensors:
+    return {"grad_output": torch.randn(batch, 3, 2, 8)}
+
+
+@cold("rope.RoPELlama31FwdOp", "rope_llama31_fwd", input_layout="2d", original_max_position=64)
+def rope_llama31(batch: int) -> Tensors:
+    return {"x": torch.randn(batch, 3, 2, 8)}
+
+
+@cold("rope.RoPELlama31BwdOp", "rope_llama31_bwd", original_max_position=64)
+def rope_llama31_gradient(batch: int) -> Tensors:
+    return {"grad_output": torch.randn(batch, 8)}
+
+
+@cold("rope.YaRNFwdOp", "rope_yarn_fwd", original_max_position=64)
+def yarn(batch: int) -> Tensors:
+    return {"x": torch.randn(batch, 8)}
+
+
+@cold("rope.YaRNBwdOp", "rope_yarn_bwd", input_layout="2d", original_max_position=64)
+def yarn_gradient(batch: int) -> Tensors:
+    return {"grad_output": torch.randn(batch, 3, 2, 8)}
+
+
+@cold("rope.LongRoPEFwdOp", "rope_long_rope_fwd", rescale_factors=(1.0, 1.5, 3.0, 8.0))
+def long_rope(batch: int) -> Tensors:
+    return {"x": torch.randn(batch, 8)}
+
+
+@cold("rope.LongRoPEBwdOp", "rope_long_rope_bwd", input_layout="2d", max_position=8192)
+def long_rope_gradient(batch: int) -> Tensors:
+    return {"grad_output": torch.randn(batch, 3, 2, 8)}
+
+
 @cold("gemm.GEMMFwdOp", "gemm_fwd", "inductor")
 def gemm(batch: int) -> Tensors:
     return {"a": torch.randn(batch, 8), "b": torch.randn(6, 8)}
+
+
+@cold("gemm.GEMMBwdOp", "gemm_bwd", "inductor", trans_a=True)
+def gemm_gradients(batch: int) -> Tensors:
+    return {"grad_d": torch.randn(batch, 6), "a": torch.randn(8, batch), "b": torch.randn(6, 8)}
+
+
+@cold("gemm.GEMMBwdOp", "gemm_bwd_without_grad_b", wants_b=False)
+def gemm_gradient_of_a(batch: int) -> Tensors:
+    return {"grad_d": torch.randn(batch, 6), "a": torch.randn(batch, 8), "b": torch.randn(6, 8)}
+
+
+@cold("gemm.GEMMBwdOp", "gemm_bwd_without_grad_a", wants_a=False)
+def gemm_gradient_of_b(batch: int) -> Tensors:
+    return {"grad_d": torch.randn(batch, 6), "a": torch.randn(batch, 8), "b": torch.randn(6, 8)}
 
 
 # ---- attention -----------------------------------------------------------------------------------

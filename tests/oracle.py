@@ -16,192 +16,15 @@ from typing import Any
 
 import torch
 
-from tests import oracle_reduction
+from tests import oracle_elementwise, oracle_gemm, oracle_norm, oracle_reduction, oracle_rope
 from tileops.backend.tolerances import compare
 from tileops.engine.plan import in_tree_kernels
 from tileops.engine.select import claimants
 
-__all__ = ["EXACT", "alibi_slope", "call", "check", "exact", "poisoned", "same_bits", "strided"]
+__all__ = ["EXACT", "call", "check", "exact", "poisoned", "same_bits", "strided"]
 
 Outputs = tuple[torch.Tensor | None, ...]
 Meaning = tuple[Outputs, dict[str, torch.Tensor]]
-
-
-# ---- norm -----------------------------------------------------------------------------------
-
-
-def _rms(values: torch.Tensor, dims: tuple[int, ...], eps: float) -> torch.Tensor:
-    return values / ((values * values).mean(dims, keepdim=True) + eps).sqrt()
-
-
-def rms_norm(op: Any, x: torch.Tensor, weight: torch.Tensor | None) -> Meaning:
-    # Without eps: the epsilon of the dtype in which sums are formed.
-    least = torch.finfo(torch.float64 if x.dtype is torch.float64 else torch.float32).eps
-    dims = tuple(range(x.ndim - len(op.normalized_shape), x.ndim))
-    result = _rms(x.double(), dims, least if op.eps is None else op.eps)
-    return (result if weight is None else result * weight.double(),), {}
-
-
-def layer_norm(
-    op: Any, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
-) -> Meaning:
-    dims = tuple(range(input.ndim - len(op.normalized_shape), input.ndim))
-    centred = input.double() - input.double().mean(dims, keepdim=True)
-    result = centred / ((centred * centred).mean(dims, keepdim=True) + op.eps).sqrt()
-    result = result if weight is None else result * weight.double()
-    return (result if bias is None else result + bias.double(),), {}
-
-
-def fused_add_rms_norm(
-    op: Any, input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
-) -> Meaning:
-    # The sum is rounded before it is normalised: that rounding is part of the meaning.
-    total = (input.double() + residual.double()).to(input.dtype).double()
-    return (_rms(total, (-1,), op.eps) * weight.double(), total), {}
-
-
-def batch_norm(
-    op: Any,
-    input: torch.Tensor,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> Meaning:
-    channels = input.shape[1]
-    rows = input.double().transpose(0, 1).flatten(1)
-    written: dict[str, torch.Tensor] = {}
-    if op.training:
-        mean = rows.mean(1)
-        squares = ((rows - mean[:, None]) ** 2).sum(1)
-        var = squares / rows.shape[1]
-        if running_mean is not None and running_var is not None:
-            unbiased, m = squares / (rows.shape[1] - 1), op.momentum
-            written["running_mean"] = (1 - m) * running_mean.double() + m * mean
-            written["running_var"] = (1 - m) * running_var.double() + m * unbiased
-        saved: Outputs = (mean, 1 / (var + op.eps).sqrt())
-    else:
-        assert running_mean is not None
-        assert running_var is not None
-        mean, var, saved = running_mean.double(), running_var.double(), (None, None)
-    scale = torch.ones(channels) if weight is None else weight
-    shift = torch.zeros(channels) if bias is None else bias
-    result = torch.empty(input.shape, dtype=torch.float64)
-    for c in range(channels):
-        normal = (input[:, c].double() - mean[c]) / (var[c] + op.eps).sqrt()
-        result[:, c] = normal * scale[c].double() + shift[c].double()
-    return (result, *saved), written
-
-
-# ---- elementwise ----------------------------------------------------------------------------
-
-
-def _wrapped(value: int, dtype: torch.dtype) -> int:
-    """Two's complement, as hardware adds."""
-    info = torch.iinfo(dtype)
-    return (value - info.min) % (info.max - info.min + 1) + info.min
-
-
-def _integers(
-    function: Callable[[int, int], int], input: torch.Tensor, other: torch.Tensor
-) -> torch.Tensor:
-    first, second = torch.broadcast_tensors(input, other)
-    values = [
-        function(int(a), int(b))
-        for a, b in zip(first.flatten().tolist(), second.flatten().tolist(), strict=True)
-    ]
-    if input.dtype is torch.bool:
-        return torch.tensor([bool(v) for v in values], dtype=torch.bool).view(first.shape)
-    wrapped = [_wrapped(v, input.dtype) for v in values]
-    return torch.tensor(wrapped, dtype=input.dtype).view(first.shape)
-
-
-def add(op: Any, input: torch.Tensor, other: torch.Tensor) -> Meaning:
-    if input.is_floating_point():
-        return (input.double() + op.alpha * other.double(),), {}
-    return (_integers(lambda a, b: a + int(op.alpha) * b, input, other),), {}
-
-
-def mul(op: Any, input: torch.Tensor, other: torch.Tensor) -> Meaning:
-    if input.is_floating_point():
-        return (input.double() * other.double(),), {}
-    return (_integers(lambda a, b: a * b, input, other),), {}
-
-
-def _silu(x: torch.Tensor) -> torch.Tensor:
-    return x / (1 + torch.exp(-x))
-
-
-def _gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
-    if approximate == "tanh":
-        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
-        return 0.5 * x * (1 + torch.tanh(inner))
-    # erfc: for negative x, 1 + erf(x) would be a difference of nearly equal numbers.
-    return 0.5 * x * torch.erfc(-x / math.sqrt(2))
-
-
-def silu(op: Any, input: torch.Tensor) -> Meaning:
-    result = _silu(input.double())
-    return (result,), ({"input": result} if op.inplace else {})
-
-
-def silu_and_mul(op: Any, input: torch.Tensor) -> Meaning:
-    gate, up = input.double().chunk(2, -1)
-    return (_silu(gate) * up,), {}
-
-
-def gelu(op: Any, input: torch.Tensor) -> Meaning:
-    return (_gelu(input.double(), op.approximate),), {}
-
-
-def alibi_slope(head: int, heads: int) -> float:
-    """By the recursion of the paper's published code."""
-    if math.log2(heads).is_integer():
-        ratio = 2 ** (-(2 ** -(math.log2(heads) - 3)))
-        return ratio ** (head + 1)
-    below = 2 ** math.floor(math.log2(heads))
-    return alibi_slope(head, below) if head < below else alibi_slope(2 * (head - below), 2 * below)
-
-
-def alibi(op: Any) -> Meaning:
-    result = torch.empty(op.num_heads, op.seq_len, op.seq_len, dtype=torch.float64)
-    for h in range(op.num_heads):
-        for i in range(op.seq_len):
-            for j in range(op.seq_len):
-                result[h, i, j] = -alibi_slope(h, op.num_heads) * abs(i - j)
-    return (result,), {}
-
-
-def sinusoidal(op: Any) -> Meaning:
-    result = torch.empty(op.seq_len, op.d_model, dtype=torch.float64)
-    for place in range(op.seq_len):
-        for i in range(op.d_model // 2):
-            angle = place / 10000.0 ** (2 * i / op.d_model)
-            result[place, 2 * i], result[place, 2 * i + 1] = math.sin(angle), math.cos(angle)
-    return (result,), {}
-
-
-# ---- rope, gemm ------------------------------------------------------------------------------
-
-
-def rope_neox(op: Any, x: torch.Tensor, positions: torch.Tensor) -> Meaning:
-    size = x.shape[-1] if op.rotary_dim is None else op.rotary_dim
-    half = size // 2
-    result = x.double().clone()
-    for n, position in enumerate(positions.tolist()):
-        for i in range(half):
-            turn = position * op.base ** (-2 * i / size)
-            cosine, sine = math.cos(turn), math.sin(turn)
-            first, second = x[n, :, i].double(), x[n, :, i + half].double()
-            result[n, :, i] = first * cosine - second * sine
-            result[n, :, i + half] = second * cosine + first * sine
-    return (result,), {}
-
-
-def gemm(op: Any, a: torch.Tensor, b: torch.Tensor) -> Meaning:
-    rows = (a.t() if op.trans_a else a).double()
-    columns = (b if op.trans_b else b.t()).double()
-    return ((rows[:, None, :] * columns[None, :, :]).sum(-1),), {}
 
 
 # ---- attention ------------------------------------------------------------------------------
@@ -341,7 +164,11 @@ def _activated(values: torch.Tensor, activation: str | None) -> torch.Tensor:
         gate, up = torch.minimum(gate, gate.new_tensor(7.0)), torch.clamp(up, -7.0, 7.0)
         return (up + 1) * gate / (1 + torch.exp(-1.702 * gate))
     gate, up = values.chunk(2)
-    return (_silu(gate) if activation == "silu_and_mul" else _gelu(gate)) * up
+    return (
+        oracle_elementwise.silu64(gate)
+        if activation == "silu_and_mul"
+        else oracle_elementwise.gelu64(gate)
+    ) * up
 
 
 def _grouped(
@@ -404,30 +231,21 @@ def post_permute(
     for t in range(tokens):
         for n in range(chosen):
             row = rows[int(inverse_indices[t * chosen + n])]
-            result[t] += scale * float(topk_weights[t, n]) * row
+            result[t] += scale * topk_weights[t, n].double() * row
     return (result,), {}
 
 
 EXACT: dict[str, Callable[..., Meaning]] = {
-    "AddFwdOp": add,
-    "AlibiFwdOp": alibi,
-    "BatchNormFwdOp": batch_norm,
-    "FusedAddRMSNormFwdOp": fused_add_rms_norm,
-    "GELUFwdOp": gelu,
-    "GEMMFwdOp": gemm,
+    **oracle_elementwise.EXACT,
+    **oracle_gemm.EXACT,
+    **oracle_norm.EXACT,
+    **oracle_reduction.EXACT,
+    **oracle_rope.EXACT,
     "GQADenseFwdOp": gqa_dense,
-    "LayerNormFwdOp": layer_norm,
     "MoEExpertMLPFwdOp": expert_mlp,
     "MoEGroupedGEMMFwdOp": grouped_gemm,
     "MoEPostPermuteFwdOp": post_permute,
-    "MulFwdOp": mul,
     "PagedKVCacheWriteFwdOp": paged_kv_cache_write,
-    "RMSNormFwdOp": rms_norm,
-    "RoPENeoxPositionIdsFwdOp": rope_neox,
-    "SiLUAndMulFwdOp": silu_and_mul,
-    "SiLUFwdOp": silu,
-    "SinusoidalFwdOp": sinusoidal,
-    **oracle_reduction.EXACT,
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from tests.cases import op_classes, workload_call
+from tests.cases import distinct_classes, op_classes, workload_call
 
 UTILITIES = (
     "test_schema",
@@ -18,7 +18,7 @@ UTILITIES = (
 )
 CASES = [
     pytest.param(operator, workload, id=f"{operator.name.split('::')[1]}-{workload.label}")
-    for cls in op_classes().values()
+    for cls in distinct_classes().values()
     for operator in cls._boundary.operators
     for workload in cls.entry.workloads
     if operator.branch in cls.entry.branches

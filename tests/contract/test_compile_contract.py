@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.compile_contract import CASES, Call, Case, classes_with_a_boundary, op_class
+from tests.compile_contract import (
+    CASES,
+    Call,
+    Case,
+    classes_with_a_boundary,
+    exact_call,
+    op_class,
+    signature,
+)
 from tests.contract.fresh import fresh, run_fresh
 
 BATCH = 6
@@ -18,23 +26,30 @@ BATCH = 6
 # ---- what is registered --------------------------------------------------------------------------
 
 
+WITH_A_CASE = {case.op for case in CASES.values()}
+ALIKE = sorted(classes_with_a_boundary() - WITH_A_CASE)
+"""Classes whose signature is that of a class with a case: see ``test_alike``."""
+
+
 def missing(cases: dict[str, Case]) -> set[str]:
-    """Classes with a boundary that no case of ``cases`` compiles."""
-    return classes_with_a_boundary() - {case.op for case in cases.values()}
+    """Signatures of classes with a boundary that no case of ``cases`` compiles."""
+    wanted = {signature(path) for path in classes_with_a_boundary()}
+    return wanted - {signature(case.op) for case in cases.values()}
 
 
-def test_every_class_with_a_boundary_has_a_cold_test():
+def test_every_signature_with_a_boundary_has_a_cold_test():
     assert not missing(CASES)
 
 
-def test_a_class_without_a_cold_test_is_found():
-    for path in classes_with_a_boundary():
-        assert missing({n: c for n, c in CASES.items() if c.op != path}) == {path}
+def test_a_signature_without_a_cold_test_is_found():
+    for wanted in {signature(path) for path in classes_with_a_boundary()}:
+        cases = {n: c for n, c in CASES.items() if signature(c.op) != wanted}
+        assert missing(cases) == {wanted}
 
 
 @fresh
 def test_every_operator_has_a_cold_test():
-    for path in classes_with_a_boundary():
+    for path in WITH_A_CASE:
         declared = {f"tileops::{case.operator}" for case in CASES.values() if case.op == path}
         assert declared == set(op_class(path).compile_op_names), path
 
@@ -141,6 +156,26 @@ def test_cold(name):
     other = run_fresh(compile_for_another_target, name=name)
     print(plain)
     assert plain == other, "the graph depends on the target that serves it"
+
+
+@pytest.mark.parametrize("family", sorted({path.split(".")[0] for path in ALIKE}))
+@fresh
+def test_alike(family):
+    """The rest, one after the other in one process: each cold, one node, right."""
+    from tests.cases import float32_calls
+    from tileops.engine.record import build_count
+
+    for path in (path for path in ALIKE if path.startswith(f"{family}.")):
+        for made in float32_calls(path.split(".")[1], BATCH):
+            call = exact_call(made.op, dict(made.inputs))
+            graphs, before = Graphs("aot_eager"), build_count()
+            assert call.op.last_call is None
+            call.check(call.run(torch.compile(call.op, backend=graphs, fullgraph=True)))
+            (operator,) = graphs.operators()
+            names = {name.replace("::", ".") for name in call.op.compile_op_names}
+            assert operator.removesuffix(".default") in names, path
+            assert graphs.builds == [before], path
+            torch._dynamo.reset()
 
 
 def compile_for_another_target(name: str) -> str:

@@ -205,17 +205,22 @@ def test_an_exported_program_makes_its_ops_again(tmp_path):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 @fresh
-def test_a_gradient_is_refused_at_backward_and_not_before(backend):
+def test_a_gradient_that_does_not_flow_is_refused_at_backward_and_not_before(backend):
     from tileops.engine.errors import BackwardError
-    from tileops.norm import RMSNormFwdOp
+    from tileops.norm import BatchNormFwdOp
 
-    op, x = RMSNormFwdOp(8, 1e-6), X.clone().requires_grad_()
-    result = (op if backend == "eager" else compiled(op, backend=backend))(x)
+    op, mean, var = BatchNormFwdOp(), torch.rand(8, requires_grad=True), torch.rand(8) + 0.1
+
+    def normal(x, mean, var):
+        return op(x, mean, var)[0]
+
+    result = (normal if backend == "eager" else compiled(normal, backend=backend))(X, mean, var)
     assert result.requires_grad
-    torch.testing.assert_close(result.detach(), rms(X, 1e-6), rtol=1e-6, atol=1e-6)
-    with pytest.raises(BackwardError, match="RMSNormFwdOp declares no backward"):
+    torch.testing.assert_close(result.detach(), (X - mean.detach()) / (var + 1e-5).sqrt())
+    match = "BatchNormFwdOp declares no backward for argument 'running_mean'"
+    with pytest.raises(BackwardError, match=match):
         result.sum().backward()
-    assert x.grad is None
+    assert mean.grad is None
 
 
 # ---- 3. meta and fake tensors --------------------------------------------------------------------

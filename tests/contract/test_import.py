@@ -53,6 +53,31 @@ def test_names_of_the_package_are_listed_without_loading_anything(tmp_path):
     assert "torch" not in loaded(code, tmp_path)
 
 
+def test_distributed_tensors_are_loaded_by_whoever_uses_them(tmp_path):
+    """Not by calls, and a class that was called before has its strategies all the same: also where no
+    Autograd kernel runs."""
+    python(
+        """
+import sys, torch
+from tileops.norm import RMSNormFwdOp
+op = RMSNormFwdOp((4,))
+op(torch.ones(2, 4)), op(torch.ones(2, 4, device="meta"))
+assert "torch.distributed.tensor" not in sys.modules
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+x = DTensor.from_local(torch.ones(2, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
+with torch.inference_mode():
+    result = op(x)
+assert (result.placements, result.shape) == ((Shard(0),), (4, 4))
+""",
+        tmp_path,
+    )
+
+
 def _seconds(code: str, folder: Path) -> float:
     begin = time.perf_counter()
     python(code, folder)

@@ -10,7 +10,7 @@ import torch
 from tests.cases import workload_call, workload_cases
 from tests.oracle import check, exact, strided
 from tileops import CheckError
-from tileops.gemm import GEMMFwdOp
+from tileops.gemm import GEMMBwdOp, GEMMFwdOp
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 TRANSPOSES = [(False, False), (False, True), (True, False), (True, True)]
@@ -36,6 +36,43 @@ def operands(m, n, k, trans_a, trans_b, dtype):
 )
 def test_gemm(m, n, k, trans_a, trans_b, dtype):
     check(GEMMFwdOp(trans_a, trans_b), operands(m, n, k, trans_a, trans_b, dtype))
+
+
+WANTED = [(True, True), (True, False), (False, True)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("trans_a", "trans_b"), TRANSPOSES)
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 1, 1), (37, 41, 43), (64, 1, 33), (0, 4, 5), (3, 0, 5), (3, 4, 0)]
+)
+def test_gradients(m, n, k, trans_a, trans_b, dtype):
+    op = GEMMBwdOp(trans_a, trans_b)
+    check(op, {"grad_d": torch.randn(m, n).to(dtype), **operands(m, n, k, trans_a, trans_b, dtype)})
+
+
+@pytest.mark.parametrize(("wants_a", "wants_b"), WANTED)
+@pytest.mark.parametrize(("trans_a", "trans_b"), TRANSPOSES)
+def test_gradients_that_are_wanted(trans_a, trans_b, wants_a, wants_b):
+    op = GEMMBwdOp(trans_a, trans_b, wants_a=wants_a, wants_b=wants_b)
+    made = operands(3, 4, 5, trans_a, trans_b, torch.float32)
+    grad_a, grad_b = check(op, {"grad_d": torch.randn(3, 4), **made})
+    assert [grad_a is not None, grad_b is not None] == [wants_a, wants_b]
+
+
+def test_a_gradient_is_wanted():
+    with pytest.raises(CheckError, match="at least one gradient"):
+        GEMMBwdOp(wants_a=False, wants_b=False)
+
+
+@pytest.mark.parametrize(("trans_a", "trans_b"), TRANSPOSES)
+def test_gradients_of_strided_tensors(trans_a, trans_b):
+    op, made = GEMMBwdOp(trans_a, trans_b), operands(4, 6, 5, trans_a, trans_b, torch.float32)
+    for _, grad_d in strided(torch.randn(4, 6)):
+        check(op, {"grad_d": grad_d, **made})
+    check(op, {"grad_d": torch.randn(1, 1).expand(4, 6), **made})  # as sum() hands it down
+    (_, a), *_ = strided(made["a"])
+    check(op, {"grad_d": torch.randn(4, 6), "a": a, "b": made["b"]})
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -69,6 +69,56 @@ def test_gemm(kernel, size, dtype, trans_a, trans_b):
     check(actual, expected, size[2])
 
 
+@interpreted
+def run_gradients(grad_d, a, b, k, **params):
+    from tileops.gemm.kernels.gemm_backward import TwoProducts
+
+    outputs = {"grad_a": a, "grad_b": b}
+    specs = shapes(a.device, **{name: (tuple(t.shape), t.dtype) for name, t in outputs.items()})
+    inputs = {"grad_d": grad_d, "a": a, "b": b}
+    call = call_of("GEMMBwdOp", inputs, specs, params=params)
+    with poison():
+        return run_entry(TwoProducts.entry_for(call), call, grad_d, a, b)
+
+
+@pytest.mark.parametrize(("wants_a", "wants_b"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(("trans_a", "trans_b"), LAYOUTS)
+@pytest.mark.parametrize("size", [(1, 67, 130), (17, 33, 64), (0, 3, 4), (3, 4, 0)])
+def test_gradients(size, trans_a, trans_b, wants_a, wants_b):
+    (m, n, k), grad_d = size, torch.randn(size[:2])
+    a, b, _ = operands(m, n, k, torch.float32, trans_a, trans_b)
+    left, right = a.double().requires_grad_(), b.double().requires_grad_()
+    product = (left.T if trans_a else left) @ (right.T if trans_b else right)
+    expected = torch.autograd.grad(product, (left, right), grad_d.double())
+    wants = {"wants_a": wants_a, "wants_b": wants_b}
+    actual = run_gradients(grad_d, a, b, k, trans_a=trans_a, trans_b=trans_b, **wants)
+    for one, wanted, asked in zip(actual, expected, wants.values(), strict=True):
+        if asked:
+            check(one, wanted, max(m, n))
+        else:
+            assert one is None
+
+
+def test_each_gradient_is_served_by_the_cheaper_kernel():
+    from tileops.gemm.kernels.gemm_backward import TwoProducts, products
+
+    def identity(m, n, k):
+        sizes = {"grad_d": (m, n), "a": (m, k), "b": (n, k), "grad_a": (m, k), "grad_b": (n, k)}
+        specs = shapes(**{name: (size, torch.bfloat16) for name, size in sizes.items()})
+        outputs = {name: specs.pop(name) for name in ("grad_a", "grad_b")}
+        params = {"trans_a": False, "trans_b": True, "wants_a": True, "wants_b": True}
+        call = call_of("GEMMBwdOp", specs, outputs, params=params, arch=(9, 0))
+        for one in products(call):
+            assert one is not None
+        return TwoProducts.entry_for(call).identity
+
+    # One row: grad_a is a vector times a matrix, which Triton serves; grad_b an outer product.
+    of_one_row = identity(1, 4096, 4096)
+    assert of_one_row[1][0] != "aten.mm"
+    assert of_one_row[2] == ("aten.mm", True, False)
+    assert identity(8192, 4096, 4096)[1:] == (("aten.mm", False, False), ("aten.mm", True, False))
+
+
 @pytest.mark.parametrize("parts", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("size", [(5, 40, 320), (33, 17, 333)])
 def test_split_k(size, parts):

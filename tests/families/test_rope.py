@@ -10,7 +10,7 @@ import torch
 from tests.cases import workload_call, workload_cases
 from tests.oracle import check, strided
 from tileops import CheckError
-from tileops.rope import RoPENeoxPositionIdsFwdOp
+from tileops.rope import RoPENeoxPositionIdsBwdOp, RoPENeoxPositionIdsFwdOp
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INDICES = [torch.int32, torch.int64]
@@ -46,6 +46,23 @@ def test_rope(shape, rotary, index, dtype):
     result = check(op, {"x": x, "positions": positions})
     rest = shape[-1] if rotary is None else rotary
     assert torch.equal(result[..., rest:], x[..., rest:]), "what is not rotated is copied"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shape", "rotary"), [((3, 2, 8), None), ((0, 2, 8), None), ((3, 2, 7), 6), ((37, 1, 4), None)]
+)
+def test_gradient(shape, rotary, dtype):
+    op = RoPENeoxPositionIdsBwdOp(131072, rotary_dim=rotary)
+    positions = torch.randint(0, 131072, shape[:1])
+    for _, grad in strided(torch.randn(shape).to(dtype)):
+        check(op, {"grad_output": grad, "positions": positions})
+    check(op, {"grad_output": torch.ones((), dtype=dtype).expand(shape), "positions": positions})
+
+
+def test_a_gradient_is_wanted():
+    with pytest.raises(CheckError, match="at least one gradient"):
+        RoPENeoxPositionIdsBwdOp(16, wants_x=False)
 
 
 @pytest.mark.parametrize("base", [10000.0, 500000.0, 1.0, 2, 0.5, 1e-3])

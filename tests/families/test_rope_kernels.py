@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.aot import ARCHITECTURES, assert_fits, sass
 from tests.kernel_calls import builds_of, call_of, poison, run_entry, shapes
+from tests.oracle_rope import RATES
 from tests.triton_interpreter import interpreted
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -20,7 +22,9 @@ TOLERANCE = {
 }
 
 
-def rope_call(x, positions, max_position=131072, base=10000.0, rotary_dim=None, **facts):
+def rope_call(
+    x, positions, max_position=131072, base=10000.0, rotary_dim=None, gradient=False, **facts
+):
     real = isinstance(x, torch.Tensor)
     shape, dtype = (tuple(x.shape), x.dtype) if real else x
     device = x.device if real else torch.device("cuda", 0)
@@ -28,18 +32,21 @@ def rope_call(x, positions, max_position=131072, base=10000.0, rotary_dim=None, 
     if not real:
         x, positions = specs["x"], shapes(p=((shape[0],), positions))["p"]
     params = {"max_position": max_position, "base": base, "rotary_dim": rotary_dim}
-    inputs = {"x": x, "positions": positions}
-    outputs = {"output": specs["output"]}
+    if gradient:
+        inputs, outputs = {"grad_output": x, "positions": positions}, {"grad_x": specs["output"]}
+        params["wants_x"] = True
+        return call_of("RoPENeoxPositionIdsBwdOp", inputs, outputs, params=params, **facts)
+    inputs, outputs = {"x": x, "positions": positions}, {"output": specs["output"]}
     return call_of("RoPENeoxPositionIdsFwdOp", inputs, outputs, params=params, **facts)
 
 
 @interpreted
 def run_rope(x, positions, candidate=0, multiprocessors=132, **params):
-    from tileops.rope.kernels.rope_neox_position_ids import RopeNeoxPositionIds
+    from tileops.rope.kernels.rotate import Plain
 
     call = rope_call(x, positions, multiprocessors=multiprocessors, **params)
     with poison():
-        return run_entry(RopeNeoxPositionIds.candidates(call)[candidate], call, x, positions)
+        return run_entry(Plain.candidates(call)[candidate], call, x, positions)
 
 
 def rope64(x, positions, base=10000.0, rotary_dim=None):
@@ -68,6 +75,7 @@ def check(actual, expected):
         ((2, 3, 96), 40),  # neither half nor tail is a power of two
         ((2, 3, 7), 6),
         ((2, 3, 576), 512),
+        ((19, 1, 64), 40),  # one head: several tokens in a tile
     ],
 )
 def test_rope(shape, rotary, index, dtype):
@@ -76,6 +84,18 @@ def test_rope(shape, rotary, index, dtype):
     before = x.clone()
     check(run_rope(x, positions, rotary_dim=rotary), rope64(x, positions, rotary_dim=rotary))
     assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize(
+    ("shape", "rotary"), [((3, 5, 96), 40), ((5, 1, 64), None), ((0, 2, 8), None)]
+)
+def test_the_gradient_turns_back(shape, rotary):
+    x = torch.randn(shape, dtype=torch.float64).requires_grad_()
+    positions, grad = torch.randint(0, 131072, shape[:1]), torch.randn(shape)
+    (expected,) = torch.autograd.grad(
+        rope64(x, positions, rotary_dim=rotary), x, grad.double(), allow_unused=True
+    )
+    check(run_rope(grad, positions, rotary_dim=rotary, gradient=True), expected)
 
 
 @pytest.mark.parametrize("base", [10000.0, 500000.0, 1.0, 0.5, 1e-3])
@@ -96,6 +116,124 @@ def test_every_eighth_of_a_turn():
     check(run_rope(x, positions), rope64(x, positions))
 
 
+# ---- whole sequences -------------------------------------------------------------------------------
+
+
+def sequence_call(x, op, input_layout, gradient=False, **facts):
+    real = isinstance(x, torch.Tensor)
+    shape, dtype = (tuple(x.shape), x.dtype) if real else x
+    specs = shapes(x.device if real else torch.device("cuda", 0), x=(shape, dtype))
+    name, params = op
+    params = {"input_layout": input_layout, **params, **({"wants_x": True} if gradient else {})}
+    turned, result = ("grad_output", "grad_x") if gradient else ("x", "output")
+    inputs, outputs = {turned: x if real else specs["x"]}, {result: specs["x"]}
+    return call_of(f"{name}{'Bwd' if gradient else 'Fwd'}Op", inputs, outputs, params=params, **facts)
+
+
+KERNELS = {"RoPE": "Plain", "RoPELlama31": "Llama31", "YaRN": "YaRN", "LongRoPE": "LongRoPE"}
+NEOX = ("RoPE", {"rope_layout": "neox", "base": 10000.0})
+INTERLEAVED = ("RoPE", {"rope_layout": "interleaved", "base": 500000.0})
+LLAMA31 = ("RoPELlama31", {
+    "base": 10000.0, "scaling_factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position": 64})
+YARN = ("YaRN", {
+    "base": 10000.0, "scaling_factor": 16.0, "original_max_position": 64, "beta_fast": 32.0,
+    "beta_slow": 1.0, "attn_factor": 1.0})
+LONG = ("LongRoPE", {
+    "base": 10000.0, "rescale_factors": (1.0, 1.5, 3.0, 64.0), "max_position": 131072,
+    "original_max_position": 4096})  # fmt: skip
+
+
+@interpreted
+def run_sequence(x, op, input_layout, gradient, candidate=0, **facts):
+    from tileops.rope.kernels import rotate
+
+    call = sequence_call(x, op, input_layout, gradient, **facts)
+    kernel = getattr(rotate, KERNELS[op[0]])
+    assert kernel.refuses(call) is None
+    with poison():
+        return run_entry(kernel.candidates(call)[candidate], call, x)
+
+
+def sequence64(x, op, input_layout, gradient):
+    name, params = op
+    params = SimpleNamespace(**params)
+    rates, scale = RATES[name](params, x.shape[-1])
+    places = torch.arange(x.shape[0 if input_layout == "1d" else 1], dtype=torch.float64)
+    turns = places[:, None] * torch.tensor(rates, dtype=torch.float64) * (-1 if gradient else 1)
+    if input_layout == "2d":
+        turns = turns[:, None]
+    interleaved = getattr(params, "rope_layout", "neox") == "interleaved"
+    half, values = x.shape[-1] // 2, x.double()
+    places = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(half), slice(half, None))
+    left, right = (values[..., place] for place in places)
+    result = torch.empty_like(values)
+    result[..., places[0]] = scale * (left * turns.cos() - right * turns.sin())
+    result[..., places[1]] = scale * (right * turns.cos() + left * turns.sin())
+    return result
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", [NEOX, INTERLEAVED], ids=["neox", "interleaved"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (0, 8),
+        (1, 2),
+        (61, 24),  # neither half is a power of two, nor do rows fill a tile
+        (130, 64),
+        (2, 5, 3, 16),
+        (3, 70, 1, 6),  # one head: a tile holds several sequences
+        (2, 0, 3, 8),
+        (1, 2, 19, 128),
+    ],
+    ids=str,
+)
+def test_sequences(shape, op, dtype):
+    x, layout = torch.randn(shape).to(dtype), "1d" if len(shape) == 2 else "2d"
+    check(run_sequence(x, op, layout, False), sequence64(x, op, layout, False))
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("op", [NEOX, INTERLEAVED, LLAMA31, YARN, LONG], ids=lambda op: op[0])
+@pytest.mark.parametrize("shape", [(300, 8), (1, 31, 2, 8)], ids=str)
+def test_spectra(shape, op, gradient):
+    x, layout = torch.randn(shape), "1d" if len(shape) == 2 else "2d"
+    check(run_sequence(x, op, layout, gradient), sequence64(x, op, layout, gradient))
+
+
+@pytest.mark.parametrize("op", [NEOX, INTERLEAVED], ids=["neox", "interleaved"])
+@pytest.mark.parametrize("candidate", range(3))
+def test_candidates_for_sequences(candidate, op):
+    for shape in ((40, 128), (1, 3, 40, 128)):
+        x, layout = torch.randn(shape), "1d" if len(shape) == 2 else "2d"
+        check(run_sequence(x, op, layout, False, candidate), sequence64(x, op, layout, False))
+
+
+def test_what_the_table_decides_is_not_in_the_machine_code():
+    from tileops.rope.kernels import rotate
+
+    def machine_code(op, layout="2d", gradient=False, length=4096):
+        call = sequence_call(((1, length, 32, 128), torch.bfloat16), op, layout, gradient)
+        return builds_of(getattr(rotate, KERNELS[op[0]]).entry_for(call))[0].identity
+
+    one = machine_code(NEOX)
+    assert {machine_code(YARN), machine_code(LLAMA31), machine_code(NEOX, gradient=True)} == {one}
+    assert machine_code(NEOX, length=17) == one
+    assert machine_code(INTERLEAVED) != one
+
+
+def test_rates_that_are_not_finite_are_refused():
+    from tileops.rope.kernels.rotate import LongRoPE
+
+    op = ("LongRoPE", {**LONG[1], "rescale_factors": (0.0, 1.0)})
+    call = sequence_call(((7, 4), torch.float32), op, "1d")
+    assert "finite" in str(LongRoPE.refuses(call))
+
+
+# ---- heads, candidates, compilation ------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("multiprocessors", [1, 132])
 def test_heads_in_one_program_or_several(multiprocessors):
     x, positions = torch.randn(4, 37, 64), torch.arange(4) * 1001
@@ -109,24 +247,24 @@ def test_candidates(candidate):
 
 
 def test_batch_size_is_not_in_the_identity():
-    from tileops.rope.kernels.rope_neox_position_ids import RopeNeoxPositionIds
+    from tileops.rope.kernels.rotate import Plain
 
     def identity(tokens, base=1e4):
         call = rope_call(((tokens, 32, 128), torch.bfloat16), torch.int32, base=base)
-        return RopeNeoxPositionIds.entry_for(call).identity
+        return Plain.entry_for(call).identity
 
     assert identity(1) == identity(8192)
     assert identity(1) != identity(1, 5e5)
 
 
 def compiles(shape, dtype, index, rotary, arch):
-    from tileops.rope.kernels.rope_neox_position_ids import RopeNeoxPositionIds
+    from tileops.rope.kernels.rotate import Plain
 
     call = rope_call((shape, dtype), index, rotary_dim=rotary, arch=arch)
-    for entry in RopeNeoxPositionIds.candidates(call):
+    for entry in Plain.candidates(call):
         (build,) = builds_of(entry)
         assert_fits(build, arch)
-    return builds_of(RopeNeoxPositionIds.entry_for(call))[0]
+    return builds_of(Plain.entry_for(call))[0]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -134,6 +272,34 @@ def test_compiles_to_wide_accesses(arch):
     code = sass(compiles((32, 32, 128), torch.bfloat16, torch.int32, None, arch), arch)
     assert "LDG.E.128" in code
     assert "STG.E.128" in code
+
+
+def compiles_sequence(shape, dtype, op, arch, candidates=1):
+    from tileops.rope.kernels.rotate import Plain
+
+    call = sequence_call((shape, dtype), op, "1d" if len(shape) == 2 else "2d", arch=arch)
+    builds = [builds_of(entry)[0] for entry in Plain.candidates(call)[:candidates]]
+    for build in builds:
+        assert_fits(build, arch)
+    return builds[0]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("op", [NEOX, INTERLEAVED], ids=["neox", "interleaved"])
+@pytest.mark.parametrize("shape", [(8192, 128), (1, 4096, 32, 128)], ids=str)
+def test_sequences_compile_to_wide_accesses(shape, op, arch):
+    code = sass(compiles_sequence(shape, torch.bfloat16, op, arch), arch)
+    assert "LDG.E.128" in code
+    assert "STG.E.128" in code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("op", [NEOX, INTERLEAVED], ids=["neox", "interleaved"])
+@pytest.mark.parametrize("shape", [(2048, 64), (2, 2048, 16, 64), (1, 8192, 32, 96)], ids=str)
+def test_sequences_compile(shape, op, dtype, arch):
+    compiles_sequence(shape, dtype, op, arch, 3)
 
 
 @pytest.mark.slow

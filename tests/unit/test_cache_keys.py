@@ -17,7 +17,7 @@ from tileops.engine.cache import sources, versions
 from tileops.engine.cache.sources import UnknownSourceError, digest_of
 from tileops.engine.manifest.catalog import families, package_root
 from tileops.lib import machine_code
-from tileops.lib.launch import TritonBuild
+from tileops.lib.launch import DeviceFunction, TritonBuild
 from tileops.lib.machine_code import key_of, resources
 
 ROOT = Path(__file__).parents[2]
@@ -235,6 +235,19 @@ def test_the_key_holds_all_that_decides_the_code(monkeypatch):
     monkeypatch.setattr(machine_code, "compiler_settings", lambda: (("DISABLE_LLVM_OPT", "1"),))
     keys.add(key_of(build, (9, 0)))
     assert len(keys) == 14
+
+
+def test_a_device_function_counts_by_its_text(package):
+    fn = f"{package.name}.device:uses"
+    build = row_build(POLICY=DeviceFunction(fn))
+    assert build.functions == (build.fn, fn)
+    first = key_of(build, (9, 0))
+    assert key_of(row_build(POLICY=fn), (9, 0)) != first
+    assert key_of(row_build(POLICY=DeviceFunction(f"{package.name}.device:plain")), (9, 0)) != first
+    helpers = package / "helpers.py"
+    helpers.write_text(helpers.read_text().replace("2", "3"))
+    sources.forget()
+    assert key_of(build, (9, 0)) != first
 
 
 def test_the_order_of_constants_and_options_is_none():

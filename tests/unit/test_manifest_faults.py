@@ -373,7 +373,7 @@ def test_shapes_that_cannot_be_solved(tmp_path, shapes, problem):
 
 
 def test_a_derived_dim_before_its_source(tmp_path):
-    inputs = "h: {dtype: T, shape: '[H]'}\nx: {dtype: T, shape: '[*B, N]'}"
+    inputs = "h: {dtype: T, shape: '[H]'}\nx: {dtype: T, shape: '[*B, H, N]'}"
     text = body(inputs=inputs, dims="H: N // 2  # here")
     (entry,) = load_family(write_manifest(tmp_path, text)).values()
     with pytest.raises(ManifestError) as caught:

@@ -40,7 +40,7 @@ ThingFwdOp:
         message: "something is there"
   composition: {first: OtherFwdOp}
   backward: ThingBwdOp
-  sharding: {B: any}
+  sharding: {B: shard, "B[width]": "replicate if mode == 'rope' else sum"}
   workloads:
     - {label: plain, dims: {B: [2, 3], D: 8, N: 4}, dtypes: {T: float16, I: int32}}
     - label: rotated
@@ -90,7 +90,11 @@ def test_every_field_is_read(everything):
         ("len(B) > 0 or D > 1", "something is there", None),
     ]
     assert entry.composition == {"first": "OtherFwdOp"}
-    assert (entry.backward, entry.sharding) == ("ThingBwdOp", {"B": "any"})
+    assert entry.backward == "ThingBwdOp"
+    assert [(r.names, r.at, r.word.text) for r in entry.sharding] == [
+        (("B",), None, "shard"),
+        (("B",), "width", "replicate if mode == 'rope' else sum"),
+    ]
     plain, rotated = entry.workloads
     assert (plain.label, plain.dims, plain.params) == ("plain", {"B": (2, 3), "D": 8, "N": 4}, {})
     assert rotated.params == {"mode": "rope", "width": 4}
@@ -190,6 +194,7 @@ def test_nan_and_the_absent_default(tmp_path):
         ("dtype", [("dtype", ())], False),
         ("dtype(float16,bfloat16)", [("dtype", ("float16", "bfloat16"))], False),
         ("ints", [("ints", ())], False),
+        ("floats?", [("floats", ())], True),
         ("axes?", [("axes", ())], True),
         ("int[3]", [("tuple", ("3",))], False),
         ("int|int[2]?", [("int", ()), ("tuple", ("2",))], True),
@@ -325,7 +330,8 @@ def test_the_page_names_every_field_function_type_and_dtype():
                 walk(child)
 
     walk(schema())
-    types = {"bool", "int", "float", "number", "str", "dtype", "device", "ints", "axes", "object"}
+    types = {"bool", "int", "float", "number", "str", "dtype", "device", "ints", "floats", "axes"}
+    types |= {"object"}
     for word in fields | types | set(DTYPES):
         assert f"`{word}`" in PAGE, word
     for name in [*FUNCTIONS, "passed"]:

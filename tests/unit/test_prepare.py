@@ -170,12 +170,12 @@ def test_code_of_an_edited_text_is_used_and_not_kept(cache, monkeypatch):
 
 
 def test_a_build_that_needs_data(cache, monkeypatch):
-    from tileops.norm.kernels import rms_norm
+    from tileops.norm.kernels import rows
 
     def entry_for(call):
-        return rms_norm.Entry(("reads",), lambda: torch.ones(3, device="cuda:0").sum().item())
+        return rows.Entry(("reads",), lambda: torch.ones(3, device="cuda:0").sum().item())
 
-    monkeypatch.setattr(rms_norm.ManyShortRows, "entry_for", entry_for)
+    monkeypatch.setattr(rows.ManyShortRows, "entry_for", entry_for)
     with pytest.raises(KernelBuildError, match="its build cannot run without data"):
         norm().prepare(half(8, 256), device=H200)
 

@@ -53,7 +53,7 @@ GOOD = {
         },
         "composition": {"stage": "OtherOp"},
         "backward": "ThingBwdOp",
-        "sharding": {"B": "any"},
+        "sharding": {"B": "shard"},
         "workloads": [
             {
                 "label": "l",

@@ -28,7 +28,7 @@ def ways(x: torch.Tensor, weight: torch.Tensor) -> dict[str, Callable[[], Any]]:
     build = build_of(op, x, weight)
     launch, scalars = build().on(x.device.index), (rows, 1e-6)
     kernel = build.compile_for(torch.cuda.get_device_capability(x.device))
-    types, constexprs = dict(build.signature), dict(build.constexprs)
+    types, constexprs = dict(build.signature), build.constants
     names = build.function.arg_names
 
     def values(y: torch.Tensor) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Activations, alone and gated."""
+"""Activations. With ``inplace`` a call writes its input and returns that tensor, else a new one."""
 
 from __future__ import annotations
 
@@ -8,35 +8,137 @@ import torch.nn.functional as F
 from tileops.authoring import KernelInterface, Op
 
 
+class ReLUFwdOp(Op):
+    """``max(input, 0)`` of ``input`` ``[*S]``.
+
+    API: ``torch.nn.functional.relu``.
+    """
+
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+
+    @staticmethod
+    def decomposition(input: torch.Tensor, *, inplace: bool) -> torch.Tensor:
+        return F.relu(input)
+
+
+class LeakyReLUFwdOp(Op):
+    """``input`` where it is positive, else ``negative_slope * input``; ``input``: ``[*S]``.
+
+    API: ``torch.nn.functional.leaky_relu``.
+    """
+
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+
+    @staticmethod
+    def decomposition(input: torch.Tensor, *, negative_slope: float, inplace: bool) -> torch.Tensor:
+        return F.leaky_relu(input, negative_slope=negative_slope)
+
+
+class PReLUFwdOp(Op):
+    """``input`` where it is positive, else ``weight * input``.
+
+    ``input``: ``[*S]``; ``weight``: one element, or one for each place of axis 1. API:
+    ``torch.nn.functional.prelu``.
+    """
+
+    kernel = KernelInterface(cuda=("pointwise:PReLU",))
+
+    @staticmethod
+    def decomposition(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.prelu(input, weight.reshape(-1))
+
+
+class ELUFwdOp(Op):
+    """``input`` where it is positive, else ``alpha * (exp(input) - 1)``; ``input``: ``[*S]``.
+
+    API: ``torch.nn.functional.elu``.
+    """
+
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+
+    @staticmethod
+    def decomposition(input: torch.Tensor, *, alpha: float, inplace: bool) -> torch.Tensor:
+        return F.elu(input, alpha=alpha)
+
+
+class SELUFwdOp(Op):
+    """``scale * elu(input, alpha)`` with the constants of Klambauer et al., 2017; ``input``: ``[*S]``.
+
+    API: ``torch.nn.functional.selu``.
+    """
+
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+
+    @staticmethod
+    def decomposition(input: torch.Tensor, *, inplace: bool) -> torch.Tensor:
+        return F.selu(input)
+
+
+class HardtanhFwdOp(Op):
+    """``input`` ``[*S]`` held between ``min_val`` and ``max_val``.
+
+    API: ``torch.nn.functional.hardtanh``.
+    """
+
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+
+    @staticmethod
+    def decomposition(
+        input: torch.Tensor, *, min_val: float, max_val: float, inplace: bool
+    ) -> torch.Tensor:
+        return F.hardtanh(input, min_val=min_val, max_val=max_val)
+
+
+class HardsigmoidFwdOp(Op):
+    """``input + 3`` held between 0 and 6, divided by 6; ``input``: ``[*S]``.
+
+    API: ``torch.nn.functional.hardsigmoid``.
+    """
+
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+
+    @staticmethod
+    def decomposition(input: torch.Tensor, *, inplace: bool) -> torch.Tensor:
+        return F.hardsigmoid(input)
+
+
+class HardswishFwdOp(Op):
+    """``input * hardsigmoid(input)`` of ``input`` ``[*S]``.
+
+    API: ``torch.nn.functional.hardswish``.
+    """
+
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+
+    @staticmethod
+    def decomposition(input: torch.Tensor, *, inplace: bool) -> torch.Tensor:
+        return F.hardswish(input)
+
+
 class SiLUFwdOp(Op):
     """``x * sigmoid(x)`` of ``input`` ``[*S]``.
 
-    With ``inplace`` the call writes ``input`` and returns that tensor, else a new one. API:
-    ``torch.nn.functional.silu``.
+    API: ``torch.nn.functional.silu``.
     """
 
-    kernel = KernelInterface(cuda=("silu:Silu",))
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
 
     @staticmethod
     def decomposition(input: torch.Tensor, *, inplace: bool) -> torch.Tensor:
         return F.silu(input)
 
 
-class SiLUAndMulFwdOp(Op):
-    """``silu(input[..., :N]) * input[..., N:]`` for ``input`` ``[*M, 2*N]``; the output is ``[*M, N]``.
+class MishFwdOp(Op):
+    """``x * tanh(softplus(x))`` of ``input`` ``[*S]``.
 
-    Computed in float32 (float64 for float64), rounded once. API:
-    ``flashinfer.activation.silu_and_mul``; formula: Shazeer, GLU Variants Improve Transformer, 2020.
+    API: ``torch.nn.functional.mish``.
     """
 
-    kernel = KernelInterface(cuda=("silu_and_mul:SiluAndMul",), compiled_from=1 << 23)
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
 
     @staticmethod
-    def decomposition(input: torch.Tensor) -> torch.Tensor:
-        wide = torch.promote_types(input.dtype, torch.float32)
-        half = input.shape[-1] // 2
-        gate, up = input[..., :half].to(wide), input[..., half:].to(wide)
-        return (F.silu(gate) * up).to(input.dtype)
+    def decomposition(input: torch.Tensor, *, inplace: bool) -> torch.Tensor:
+        return F.mish(input)
 
 
 class GELUFwdOp(Op):
@@ -47,6 +149,23 @@ class GELUFwdOp(Op):
     API: ``torch.nn.functional.gelu``.
     """
 
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+
     @staticmethod
     def decomposition(input: torch.Tensor, *, approximate: str) -> torch.Tensor:
         return F.gelu(input, approximate=approximate)
+
+
+class SoftplusFwdOp(Op):
+    """``log(1 + exp(beta * input)) / beta``, and ``input`` where ``beta * input`` exceeds ``threshold``.
+
+    ``input``: ``[*S]``.
+
+    API: ``torch.nn.functional.softplus``.
+    """
+
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+
+    @staticmethod
+    def decomposition(input: torch.Tensor, *, beta: float, threshold: float) -> torch.Tensor:
+        return F.softplus(input, beta, threshold)

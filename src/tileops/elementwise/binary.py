@@ -1,34 +1,139 @@
-"""Arithmetic of two tensors that broadcast."""
+"""Arithmetic of two tensors of one dtype, ``input`` ``[*A]`` and ``other`` ``[*B]``, which broadcast: the
+output is a new ``[*bcast(A, B)]``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
-from tileops.authoring import Op
+from tileops.authoring import KernelInterface, Op
+
+
+def _scaled_sum(
+    function: Callable[..., torch.Tensor], input: torch.Tensor, other: torch.Tensor, alpha: float
+) -> torch.Tensor:
+    narrow = input.dtype in (torch.float16, torch.bfloat16)
+    if narrow and input.device.type == "cpu" and alpha not in (-1, 0, 1):
+        # There torch rounds alpha * other to the dtype before it adds; elsewhere it does not.
+        return function(input.float(), other.float(), alpha=alpha).to(input.dtype)
+    return function(input, other, alpha=alpha)
+
+
+def _in_float32(
+    function: Callable[..., torch.Tensor], input: torch.Tensor, other: torch.Tensor
+) -> torch.Tensor:
+    """``function``, of which torch would round every step to half the width."""
+    if input.dtype in (torch.float16, torch.bfloat16):
+        return function(input.float(), other.float()).to(input.dtype)
+    return function(input, other)
 
 
 class AddFwdOp(Op):
-    """``input + alpha * other``, of one dtype, broadcast.
+    """``input + alpha * other``, rounded once; integers wrap; bool adds as logical or.
 
-    ``input``: ``[*A]``, ``other``: ``[*B]``; the output is a new ``[*bcast(A, B)]``. Rounds once;
-    integers wrap; bool adds as logical or. API: ``torch.add``.
+    API: ``torch.add``.
     """
+
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
 
     @staticmethod
     def decomposition(input: torch.Tensor, other: torch.Tensor, *, alpha: float) -> torch.Tensor:
-        narrow = input.dtype in (torch.float16, torch.bfloat16)
-        if narrow and input.device.type == "cpu" and alpha not in (-1, 0, 1):
-            # There torch rounds alpha * other to the dtype before it adds; elsewhere it does not.
-            return torch.add(input.float(), other.float(), alpha=alpha).to(input.dtype)
-        return torch.add(input, other, alpha=alpha)
+        return _scaled_sum(torch.add, input, other, alpha)
+
+
+class SubFwdOp(Op):
+    """``input - alpha * other``, rounded once; integers wrap. API: ``torch.sub``."""
+
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+
+    @staticmethod
+    def decomposition(input: torch.Tensor, other: torch.Tensor, *, alpha: float) -> torch.Tensor:
+        return _scaled_sum(torch.sub, input, other, alpha)
 
 
 class MulFwdOp(Op):
-    """``input * other``, of one dtype, broadcast.
+    """``input * other``; integers wrap; bool multiplies as logical and. API: ``torch.mul``."""
 
-    ``input``: ``[*A]``, ``other``: ``[*B]``; the output is a new ``[*bcast(A, B)]``. API: ``torch.mul``.
-    """
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
 
     @staticmethod
     def decomposition(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return torch.mul(input, other)
+
+
+class DivFwdOp(Op):
+    """``input / other``; with ``rounding_mode`` ``"trunc"`` its integer part, with ``"floor"`` as
+    ``FloorDivideFwdOp``. API: ``torch.div``.
+    """
+
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+
+    @staticmethod
+    def decomposition(
+        input: torch.Tensor, other: torch.Tensor, *, rounding_mode: str | None
+    ) -> torch.Tensor:
+        if rounding_mode is None:
+            return torch.div(input, other)
+        return _in_float32(partial(torch.div, rounding_mode=rounding_mode), input, other)
+
+
+class FloorDivideFwdOp(Op):
+    """The integer below the exact quotient. API: ``torch.floor_divide``."""
+
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+
+    @staticmethod
+    def decomposition(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return _in_float32(torch.floor_divide, input, other)
+
+
+class RemainderFwdOp(Op):
+    """``input - floor(input / other) * other``, with the sign of ``other``. API: ``torch.remainder``."""
+
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+
+    @staticmethod
+    def decomposition(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return _in_float32(torch.remainder, input, other)
+
+
+class PowFwdOp(Op):
+    """``input ** exponent``. API: ``torch.pow``."""
+
+    kernel = KernelInterface(cuda=("pointwise:Pow",))
+
+    @staticmethod
+    def decomposition(input: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+        return torch.pow(input, exponent)
+
+
+class LerpScalarFwdOp(Op):
+    """``input + weight * (end - input)``, from the nearer end. API: ``torch.lerp``."""
+
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+
+    @staticmethod
+    def decomposition(input: torch.Tensor, end: torch.Tensor, *, weight: float) -> torch.Tensor:
+        return torch.lerp(input, end, weight)
+
+
+class MaximumFwdOp(Op):
+    """The larger one; NaN where either is. API: ``torch.maximum``."""
+
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+
+    @staticmethod
+    def decomposition(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return torch.maximum(input, other)
+
+
+class MinimumFwdOp(Op):
+    """The smaller one; NaN where either is. API: ``torch.minimum``."""
+
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+
+    @staticmethod
+    def decomposition(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return torch.minimum(input, other)

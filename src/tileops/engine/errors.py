@@ -14,6 +14,7 @@ __all__ = [
     "BundleError",
     "CheckError",
     "ColdCaptureError",
+    "ExportError",
     "ImmutableOpError",
     "InstanceKeyError",
     "KernelBuildError",
@@ -30,6 +31,14 @@ __all__ = [
 class TileopsError(Exception):
     """Base of every error of this package."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Without __init__, which takes the words and not the message: errors come back from workers.
+        return (_again, (type(self), self.args), self.__dict__)
+
+
+def _again(cls: type[TileopsError], args: tuple[object, ...]) -> TileopsError:
+    return cls.__new__(cls, *args)
+
 
 class CheckError(TileopsError, ValueError):
     """A call or a constructor breaks the op's signature. Raised before any work."""
@@ -37,9 +46,6 @@ class CheckError(TileopsError, ValueError):
     def __init__(self, op: str, argument: str, given: object, accepted: str) -> None:
         self.op, self.argument, self.given, self.accepted = op, argument, given, accepted
         super().__init__(f"{op}: argument '{argument}': given {given}; accepted: {accepted}")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.op, self.argument, self.given, self.accepted))
 
 
 class ImmutableOpError(TileopsError, AttributeError):
@@ -59,9 +65,6 @@ class ManifestError(TileopsError, ValueError):
         self.where, self.entry, self.problem = where, entry, problem
         super().__init__(f"{where}: {entry + ': ' if entry else ''}{problem}")
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.where, self.entry, self.problem))
-
 
 class InstanceKeyError(TileopsError, ValueError):
     """An op cannot be re-created from the key found in a compiled graph."""
@@ -70,13 +73,26 @@ class InstanceKeyError(TileopsError, ValueError):
         super().__init__(f"cannot re-create the op {key!r}: {problem}")
 
 
-class BackwardError(TileopsError, RuntimeError):
-    """A gradient was asked of an op that declares no backward."""
+class ExportError(TileopsError, ValueError):
+    """An op was exported that no other process could make again."""
 
-    def __init__(self, op: str) -> None:
+    def __init__(self, op: str, parameter: str, problem: str) -> None:
         super().__init__(
-            f"{op} declares no backward: its output cannot be differentiated. "
-            f"Call it under torch.no_grad(), or detach its inputs or its output"
+            f"{op} cannot be exported: parameter '{parameter}': {problem}, so the process that loads "
+            f"the program could not make the op again; give a value of a basic type, or of a class "
+            f"decorated with tileops.authoring.literal_type"
+        )
+
+
+class BackwardError(TileopsError, RuntimeError):
+    """A gradient was asked of an op that declares no backward, or for an argument that has none."""
+
+    def __init__(self, op: str, argument: str = "") -> None:
+        of = f" for argument '{argument}'" if argument else ""
+        advice = f"detach '{argument}'" if argument else "detach its inputs or its output"
+        super().__init__(
+            f"{op} declares no backward{of}: its output cannot be differentiated. "
+            f"Call it under torch.no_grad(), or {advice}"
         )
 
 
@@ -163,9 +179,6 @@ class BundleError(BackendError):
     def __init__(self, path: object, reason: str) -> None:
         self.path, self.reason = path, reason
         super().__init__(f"bundle {path}: {reason}")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.path, self.reason))
 
 
 class ColdCaptureError(BackendError):

@@ -103,7 +103,7 @@ class CallSpec:
     device: DeviceFacts
     written: frozenset[str] = field(default_factory=frozenset)
     key: str = ""
-    """The op's canonical instance key."""
+    """The op as ``repr`` spells it: canonical, so that equal ops have equal keys."""
 
     def spec(self, name: str) -> TensorSpec:
         """The spec of an input or output that is there. Raises ``KeyError`` for an absent one."""

@@ -12,13 +12,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from tileops.engine import targets
+from tileops.engine.boundary.autocast import cast_inputs
+from tileops.engine.boundary.batching import takes_a_batch
+from tileops.engine.boundary.gate import direct
 from tileops.engine.boundary.generate import MISSING_ARGUMENT, Boundary, _superfluous, make_calls
 from tileops.engine.boundary.growth import Growth, growth_of
 from tileops.engine.boundary.instances import OpState, state_of
 from tileops.engine.boundary.owners import claim
 from tileops.engine.boundary.refusals import refuse_without_storage
+from tileops.engine.boundary.stamp import operator_key
 from tileops.engine.content import check_content
 from tileops.engine.errors import CheckError, ImmutableOpError, ManifestError
+from tileops.engine.gradient import gradient_of
 from tileops.engine.kernel import CallSpec, Kernel, KernelInterface, TensorSpec
 from tileops.engine.manifest.catalog import family_file, load_family
 from tileops.engine.manifest.entry import Entry, Param
@@ -72,6 +77,8 @@ class Op:
     grows: ClassVar[tuple[str, ...]] = ()
     """Dims whose sizes calls need not share to share a plan, such as a sequence's length: every kernel
     of the class reads them from the tensors it is given. See ``region``."""
+    random: ClassVar[bool] = False
+    """A call may draw from torch's generator, so two equal calls are not one."""
     kernel_package: ClassVar[str]
     _boundary: ClassVar[Boundary]
     _growth: ClassVar[Growth | None]
@@ -79,25 +86,16 @@ class Op:
     _check_params: ClassVar[Callable[[dict[str, Any]], None]]
 
     _params: dict[str, Any]
+    _text: str
     _instance_key: str
+    """``_text`` as it stands in graphs: see ``stamp``."""
     _state: OpState
     target: str | None
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, entry: Entry | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         module = sys.modules[cls.__module__]
-        path = family_file(getattr(module, "__file__", None) or "")
-        if path is None:
-            raise ManifestError(
-                f"{getattr(module, '__file__', cls.__module__)}:1",
-                cls.__name__,
-                "no manifest.yaml beside the module or in the packages above it; an op class needs "
-                "an entry of its name there",
-            )
-        entries = load_family(path)
-        if cls.__name__ not in entries:
-            raise ManifestError(f"{path}:1", cls.__name__, "the file has no entry of this name")
-        cls.entry = entries[cls.__name__]
+        cls.entry = entry or _entry_of(cls, module)
         taken = sorted({param.name for param in cls.entry.params} & set(dir(Op)))
         if taken:
             raise ManifestError(
@@ -114,7 +112,7 @@ class Op:
         regions = cls.region is not Op.region
         cls._growth = growth_of(cls.entry, tuple(cls.grows), regions, owner.suffix)
         cls._boundary = make_calls(
-            cls, cls.entry, owner, _plan, targets.epoch, targets.context_target
+            cls, cls.entry, owner, _plan, targets.epoch, targets.context_target, gradient_of
         )
         cls.compile_op_names = tuple(o.name for o in cls._boundary.operators)
 
@@ -129,15 +127,16 @@ class Op:
         type(self)._check_params(params)
         if target is not None:
             target = targets.check_target(target)
-        key, canonical = key_of(type(self).__name__, params, target)
-        self._settle(params, target, key, canonical)
+        text, canonical = key_of(type(self).__name__, params, target)
+        self._settle(params, target, text, canonical)
 
     def _settle(
-        self, params: dict[str, Any], target: str | None, key: str, canonical: bool
+        self, params: dict[str, Any], target: str | None, text: str, canonical: bool
     ) -> None:
         own = self.__dict__
         own.update(params)
-        own.update(_params=params, target=target, _instance_key=key)
+        key = operator_key(type(self), text)
+        own.update(_params=params, target=target, _text=text, _instance_key=key)
         self.setup()
 
         def twin() -> Op:
@@ -157,6 +156,11 @@ class Op:
         kernel's ``refuses``, ``entry_for`` and ``bind`` branch on must be in it. None: not this call."""
         return ()
 
+    def batched(self, ranks: Mapping[str, int]) -> Op | None:
+        """Hook: the op that does along a new first axis, slice by slice, what this one does; ``ranks``:
+        dims of each passed input of a slice. None: ``vmap`` calls this op for each slice."""
+        return self if takes_a_batch(self.entry) else None
+
     def settle(self, **attributes: Any) -> None:
         """Set attributes during ``setup``; afterwards an op is immutable."""
         if "_state" in self.__dict__:
@@ -170,7 +174,7 @@ class Op:
         raise ImmutableOpError(type(self).__name__, name)
 
     def __repr__(self) -> str:
-        return self._instance_key
+        return self._text
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
@@ -206,9 +210,22 @@ class Op:
             raise NotImplementedError(f"{entry.name}: a composition must define forward")
         if entry.inputs:
             return self(*args, **kwargs)
+        if not torch.compiler.is_dynamo_compiling() and direct():
+            device = self._params.get("device") or torch.get_default_device()
+            if getattr(type(self).kernel, device.type, ()):
+                return self._generated(device)
         decomposition = type(self).decomposition
         assert decomposition is not None
         return decomposition(**self._params)
+
+    def _generated(self, device: torch.device) -> Any:
+        """The call of an op without call-time tensors where it has kernels of its own."""
+        state = self._state
+        index = torch.cuda.current_device() if device.index is None else device.index
+        facts = (targets.epoch.now, targets.context_target(), device.type, index)
+        plan = state.plans.get(facts) or _plan(state, facts, ())
+        state.last = plan
+        return plan.run()
 
     def _call_checked(
         self, extra: tuple[Any, ...], unknown: dict[str, Any], arguments: tuple[Any, ...]
@@ -231,13 +248,38 @@ class Op:
         if entry.has_boundary:
             return self._call_boundary(**dict(zip(names, arguments, strict=True)))
         if entry.composition:
-            type(self)._signature(self, *inputs, out)
-            return self.forward(**dict(zip(names, arguments, strict=True)))
+            return self._call_stages(inputs, out)
+        if torch.compiler.is_compiling():
+            return self.forward()  # an exporter that runs this sees what Dynamo sees: plain PyTorch
         state = self._state
         facts = (targets.epoch.now, targets.context_target(), torch.get_default_device())
         plan = state.plans.get(facts) or _plan(state, facts, ())
         state.last = plan
         return plan.run()
+
+    def _call_stages(self, inputs: tuple[Any, ...], out: Any) -> Any:
+        """A composition checks its whole signature, since its stages would check less, and is cast
+        as a whole: stages that autocast casts one by one would not fit together."""
+        device = next((t.device.type for t in inputs if isinstance(t, torch.Tensor)), "cpu")
+        if not torch.is_autocast_enabled(device):
+            return self._run_stages(inputs, out)
+        writes = out is not None or any(item.mutated is not None for item in self.entry.inputs)
+        given = inputs if writes else cast_inputs(self, inputs, device)
+        with torch.autocast(device, enabled=False):
+            return self._run_stages(given, out)
+
+    def _run_stages(self, inputs: tuple[Any, ...], out: Any) -> Any:
+        type(self)._signature(self, *inputs, out)
+        entry = self.entry
+        named = dict(zip([item.name for item in entry.inputs], inputs, strict=True))
+        return self.forward(**named, **({"out": out} if entry.has_out else {}))
+
+    @classmethod
+    def backward_class(cls) -> type[Op] | None:
+        """The class of the op that computes this one's gradient: what the entry names, else derived
+        from the decomposition. None where no gradient flows."""
+        gradient = gradient_of(cls)
+        return None if gradient is None else gradient.cls
 
     def compile(self, **kwargs: Any) -> Callable[..., Any]:
         """``torch.compile`` of this op alone, with a frame of its own.
@@ -351,6 +393,21 @@ class Op:
         call = self._spec(inputs)
         spec = next(s for s in (*call.inputs.values(), *call.outputs.values()) if s is not None)
         return self.entry.kind, str(spec.dtype).removeprefix("torch.")
+
+
+def _entry_of(cls: type[Op], module: types.ModuleType) -> Entry:
+    path = family_file(getattr(module, "__file__", None) or "")
+    if path is None:
+        raise ManifestError(
+            f"{getattr(module, '__file__', cls.__module__)}:1",
+            cls.__name__,
+            "no manifest.yaml beside the module or in the packages above it; an op class needs "
+            "an entry of its name there",
+        )
+    entries = load_family(path)
+    if cls.__name__ not in entries:
+        raise ManifestError(f"{path}:1", cls.__name__, "the file has no entry of this name")
+    return entries[cls.__name__]
 
 
 def _reconstruct(cls: type[Op], params: dict[str, Any]) -> Op:

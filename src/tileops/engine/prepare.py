@@ -345,6 +345,6 @@ def prepare_op(
         given = named if out is None else {**named, "out": out}
         return prepare(op, *specs, device=device, jobs=jobs, progress=False, **given)
     if not entry.has_boundary:
-        only = PreparedKernel(op._instance_key, "decomposition", note="it takes no tensors")
+        only = PreparedKernel(repr(op), "decomposition", note="it takes no tensors")
         return Prepared(str(place), (only,), 0.0)
     return compile_requests([request_for(op._state, specs, named, out, place)], place, jobs, False)

@@ -23,3 +23,30 @@ class GEMMFwdOp(Op):
         a: torch.Tensor, b: torch.Tensor, *, trans_a: bool, trans_b: bool
     ) -> torch.Tensor:
         return torch.mm(a.t() if trans_a else a, b.t() if trans_b else b)
+
+
+class GEMMBwdOp(Op):
+    """The gradients of ``GEMMFwdOp``: ``grad_d`` ``[M, N]`` times the other operand, transposed so that
+    each lies as its operand does: without transposes ``grad_a = grad_d @ b.T`` and
+    ``grad_b = a.T @ grad_d``. Each accumulates as the forward product does."""
+
+    kernel = KernelInterface(cuda=("gemm_backward:TwoProducts",))
+
+    @staticmethod
+    def decomposition(
+        grad_d: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        *,
+        trans_a: bool,
+        trans_b: bool,
+        wants_a: bool,
+        wants_b: bool,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        left, right = a.t() if trans_a else a, b.t() if trans_b else b
+        grad_a = grad_b = None
+        if wants_a:
+            grad_a = torch.mm(right, grad_d.t()) if trans_a else torch.mm(grad_d, right.t())
+        if wants_b:
+            grad_b = torch.mm(grad_d.t(), left) if trans_b else torch.mm(left.t(), grad_d)
+        return grad_a, grad_b

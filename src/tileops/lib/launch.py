@@ -11,7 +11,6 @@ whose machine code is on disk never loads Triton.
 
 from __future__ import annotations
 
-import importlib
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -25,10 +24,11 @@ from tileops.engine.asked import collector
 from tileops.engine.kernel import TensorSpec
 from tileops.engine.settings import settings
 from tileops.lib.driver import Launch, load
-from tileops.lib.machine_code import Code, check_card, code_for, key_of
+from tileops.lib.machine_code import Code, DeviceFunction, check_card, code_for, key_of
 
 __all__ = [
     "TRITON_TYPES",
+    "DeviceFunction",
     "Launcher",
     "TritonBuild",
     "cdiv",
@@ -108,7 +108,8 @@ class TritonBuild:
     signature: tuple[tuple[str, str], ...]
     """The run-time arguments in the kernel's order: ``("x", "*fp16"), ("M", "i64")``."""
     constexprs: tuple[tuple[str, Any], ...] = ()
-    """The compile-time arguments; where they stand in the kernel's parameter list is free."""
+    """The compile-time arguments, device functions among them; where they stand in the kernel's
+    parameter list is free. None stands for a pointer that this build does not have."""
     num_warps: int = 4
     num_stages: int = 3
     aligned: tuple[str, ...] = ()
@@ -130,8 +131,21 @@ class TritonBuild:
     @cached_property
     def function(self) -> Any:
         """The function itself; imports Triton."""
-        module, _, name = self.fn.partition(":")
-        return getattr(importlib.import_module(module), name)
+        return DeviceFunction(self.fn).function
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """The kernel and the device functions that it is given, by name."""
+        given = (value.fn for _, value in self.constexprs if isinstance(value, DeviceFunction))
+        return (self.fn, *given)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The compile-time arguments as Triton takes them; imports it."""
+        return {
+            name: value.function if isinstance(value, DeviceFunction) else value
+            for name, value in self.constexprs
+        }
 
     def __call__(self) -> Launcher:
         """The launcher of this build, loaded on the current CUDA device."""
@@ -165,7 +179,7 @@ class TritonBuild:
         fn = self.function
         if not isinstance(fn, JITFunction):
             raise RuntimeError("under TRITON_INTERPRET=1 Triton kernels cannot be compiled")
-        types, constexprs = dict(self.signature), dict(self.constexprs)
+        types, constexprs = dict(self.signature), self.constants
         unknown = set(fn.arg_names) ^ (types.keys() | constexprs.keys())
         if unknown:
             raise ValueError(f"{self.fn}: arguments do not match the kernel's: {unknown}")
@@ -222,7 +236,7 @@ class Launcher:
 
 def _interpret(build: TritonBuild) -> Launch:
     """A launch by Triton's interpreter, on tensors of any device."""
-    names, constexprs = [name for name, _ in build.signature], dict(build.constexprs)
+    names, constexprs = [name for name, _ in build.signature], build.constants
 
     def launch(grid0: int, grid1: int, grid2: int, *args: Any) -> None:
         build.function[grid0, grid1, grid2](**dict(zip(names, args, strict=True)), **constexprs)
@@ -243,7 +257,7 @@ def _load(build: TritonBuild, device_index: int) -> Launch:
 
 def _by_compiled_kernel(build: TritonBuild, kernel: Any) -> Launch:
     """A launch by ``CompiledKernel``'s own door: takes every kernel; some 10 µs slower."""
-    types, constexprs = dict(build.signature), dict(build.constexprs)
+    types, constexprs = dict(build.signature), build.constants
     place = {name: index for index, name in enumerate(types)}
     order = tuple(build.function.arg_names)
 

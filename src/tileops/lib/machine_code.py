@@ -8,6 +8,7 @@ intermediate forms of all others.
 
 from __future__ import annotations
 
+import importlib
 import json
 import struct
 import time
@@ -27,7 +28,20 @@ from tileops.lib.driver import Binary
 if TYPE_CHECKING:
     from tileops.lib.launch import TritonBuild
 
-__all__ = ["Code", "check_card", "code_for", "key_of", "resources"]
+__all__ = ["Code", "DeviceFunction", "check_card", "code_for", "key_of", "resources"]
+
+
+@dataclass(frozen=True)
+class DeviceFunction:
+    """A ``@triton.jit`` function as a compile-time argument of another, as ``package.module:name``."""
+
+    fn: str
+
+    @property
+    def function(self) -> Any:
+        """The function itself; imports Triton."""
+        module, _, name = self.fn.partition(":")
+        return getattr(importlib.import_module(module), name)
 
 
 @dataclass(frozen=True)
@@ -62,6 +76,8 @@ def literal(value: Any) -> str:
         return f"{type(value).__name__}:{value!r}"
     if isinstance(value, tuple | list):
         return f"({','.join(map(literal, value))})"
+    if isinstance(value, DeviceFunction):
+        return f"function:{value.fn}:{digest_of(value.fn)}"
     raise UnknownSourceError(f"a constant of type {type(value).__name__} has no literal form")
 
 
@@ -116,7 +132,7 @@ def code_for(build: TritonBuild, arch: tuple[int, int], compile: bool = True) ->
             return None
         made = _stored(binary, build, key or "")
         # An editor may have been at work between reading the text and importing it.
-        return made if key is not None and still(build.fn) else None
+        return made if key is not None and all(map(still, build.functions)) else None
 
     key: str | None = None
     if not settings().compiler_forced:

@@ -1,10 +1,12 @@
-"""Batch normalisation."""
+"""Batch normalisation and its gradient."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from tileops.authoring import Op
+from tileops.authoring import KernelInterface, Op
 
 
 class BatchNormFwdOp(Op):
@@ -17,6 +19,8 @@ class BatchNormFwdOp(Op):
     running statistics and returns None for both. ``weight``, ``bias``: float32 ``[C]`` or None. API:
     ``torch.nn.functional.batch_norm``.
     """
+
+    kernel = KernelInterface(cuda=("channels:HeldChannels", "channels:SplitChannels"))
 
     @staticmethod
     def decomposition(
@@ -58,3 +62,38 @@ class BatchNormFwdOp(Op):
             running_mean.lerp(mean, momentum),
             running_var.lerp(unbiased, momentum),
         )
+
+
+class BatchNormBwdOp(Op):
+    """The gradients of a training ``BatchNormFwdOp``: ``(dinput, dweight, dbias)``.
+
+    ``doutput``, ``input``, ``dinput``: ``[B, C, *L]``; the rest is float32 ``[C]``. With
+    ``n = (input - save_mean) save_invstd``: ``dbias`` and ``dweight`` are the sums of ``doutput`` and
+    ``doutput n`` over all but the channels; ``dinput = weight save_invstd (doutput - mean(doutput) -
+    n mean(doutput n))``. API: ``torch.ops.aten.native_batch_norm_backward`` in training.
+    """
+
+    kernel = KernelInterface(
+        compiled_from=1 << 20,
+        cuda=("channels:HeldChannelGradients", "channels:SplitChannelGradients"),
+    )
+
+    @staticmethod
+    def decomposition(
+        doutput: torch.Tensor,
+        input: torch.Tensor,
+        save_mean: torch.Tensor,
+        save_invstd: torch.Tensor,
+        weight: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        # Formulas: ATen's own backward divides by zero where there are no elements, and ends the process.
+        channel = [1, -1] + [1] * (input.ndim - 2)
+        dims = [0, *range(2, input.ndim)]
+        invstd = save_invstd.view(channel)
+        normal = (input.float() - save_mean.view(channel)) * invstd
+        grads = doutput.float()
+        dbias, dweight = grads.sum(dims), (grads * normal).sum(dims)
+        count = max(math.prod(input.shape[2:]) * input.shape[0], 1)
+        scale = invstd if weight is None else invstd * weight.view(channel)
+        centred = grads - (dbias / count).view(channel) - normal * (dweight / count).view(channel)
+        return (centred * scale).to(input.dtype), dweight, dbias

@@ -1,10 +1,11 @@
-"""Residual addition followed by RMS normalisation."""
+"""Residual addition followed by RMS normalisation, and its gradient."""
 
 from __future__ import annotations
 
 import torch
 
 from tileops.authoring import KernelInterface, Op
+from tileops.norm.rms_norm import rms_norm_gradients
 
 
 class FusedAddRMSNormFwdOp(Op):
@@ -19,9 +20,9 @@ class FusedAddRMSNormFwdOp(Op):
     kernel = KernelInterface(
         compiled_from=1 << 22,
         cuda=(
-            "fused_add_rms_norm:RegisterRow",
-            "fused_add_rms_norm:StreamedRow",
-            "fused_add_rms_norm:ManyShortRows",
+            "rows:RegisterRow",
+            "rows:StreamedRow",
+            "rows:ManyShortRows",
         ),
     )
 
@@ -34,3 +35,40 @@ class FusedAddRMSNormFwdOp(Op):
         values = total.to(wide)
         scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
         return (values * scale * weight.to(wide)).to(input.dtype), total
+
+
+class FusedAddRMSNormBwdOp(Op):
+    """The gradients of ``FusedAddRMSNormFwdOp``: ``(grad_input, grad_residual, grad_weight)``, None
+    where not wanted.
+
+    ``grad_input`` and ``grad_residual`` are both ``RMSNormBwdOp``'s gradient of ``residual_out`` plus
+    ``grad_residual_out``, rounded once. All are ``[*B, N]`` but ``weight`` and its gradient, ``[N]``.
+    """
+
+    kernel = KernelInterface(
+        compiled_from=1 << 20, cuda=("rows_backward:HeldRows", "rows_backward:LongRows")
+    )
+
+    @staticmethod
+    def decomposition(
+        grad_output: torch.Tensor,
+        grad_residual_out: torch.Tensor,
+        residual_out: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        eps: float,
+        wants_input: bool,
+        wants_residual: bool,
+        wants_weight: bool,
+    ) -> tuple[torch.Tensor | None, ...]:
+        dtype = residual_out.dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        grad_total, grad_weight = rms_norm_gradients(
+            grad_output.to(wide), residual_out.to(wide), weight, 1, eps
+        )
+        grad_total = (grad_total + grad_residual_out.to(wide)).to(dtype)
+        return (
+            grad_total if wants_input else None,
+            grad_total.clone() if wants_residual else None,
+            grad_weight.to(dtype) if wants_weight else None,
+        )

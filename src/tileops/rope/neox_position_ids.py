@@ -5,6 +5,19 @@ from __future__ import annotations
 import torch
 
 from tileops.authoring import KernelInterface, Op
+from tileops.rope import rotation, spectra
+
+_KERNEL = KernelInterface(cuda=("rotate:Plain",), cpu=("rotate_cpu:Plain",))
+
+
+def _at_positions(
+    x: torch.Tensor, positions: torch.Tensor, base: float, rotary_dim: int | None, way: int
+) -> torch.Tensor:
+    size = x.shape[-1] if rotary_dim is None else rotary_dim
+    rates, scale = spectra.plain(size, x.device, base=base)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    cosine, sine = rotation.cosine_and_sine(positions, (way * rates, scale), wide)
+    return rotation.turn(x, cosine[:, None], sine[:, None])
 
 
 class RoPENeoxPositionIdsFwdOp(Op):
@@ -18,10 +31,7 @@ class RoPENeoxPositionIdsFwdOp(Op):
     """
 
     grows = ("N",)
-    kernel = KernelInterface(
-        cuda=("rope_neox_position_ids:RopeNeoxPositionIds",),
-        cpu=("rope_neox_cpu:RotateHalves",),
-    )
+    kernel = _KERNEL
 
     @staticmethod
     def decomposition(
@@ -32,12 +42,24 @@ class RoPENeoxPositionIdsFwdOp(Op):
         base: float,
         rotary_dim: int | None,
     ) -> torch.Tensor:
-        size = x.shape[-1] if rotary_dim is None else rotary_dim
-        wide = torch.promote_types(x.dtype, torch.float32)
-        # float64: at position 10^5 a float32 angle is off by 0.01.
-        pairs = torch.arange(0, size, 2, dtype=torch.float64, device=x.device)
-        angles = positions.to(torch.float64)[:, None] * torch.pow(base, pairs / -size)
-        cos, sin = angles.cos().to(wide)[:, None], angles.sin().to(wide)[:, None]
-        first, second = x[..., : size // 2].to(wide), x[..., size // 2 : size].to(wide)
-        turned = (first * cos - second * sin, second * cos + first * sin)
-        return torch.cat([*(half.to(x.dtype) for half in turned), x[..., size:]], -1)
+        return _at_positions(x, positions, base, rotary_dim, 1)
+
+
+class RoPENeoxPositionIdsBwdOp(Op):
+    """The gradient of ``RoPENeoxPositionIdsFwdOp``: ``grad_output`` ``[N, H, D]`` turned back, since
+    a rotation's transpose is its inverse."""
+
+    grows = ("N",)
+    kernel = _KERNEL
+
+    @staticmethod
+    def decomposition(
+        grad_output: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        max_position: int,
+        base: float,
+        rotary_dim: int | None,
+        wants_x: bool,
+    ) -> torch.Tensor:
+        return _at_positions(grad_output, positions, base, rotary_dim, -1)

@@ -8,10 +8,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from tileops.engine.errors import InstanceKeyError, TileopsError
-from tileops.engine.signature.literal import read_call
+import torch
 
-__all__ = ["OpState", "live_states", "resolve", "state_of"]
+from tileops.engine.boundary.stamp import fault_in, split_key
+from tileops.engine.errors import ExportError, InstanceKeyError, TileopsError
+from tileops.engine.signature.literal import NoLiteralError, read_call, write
+
+__all__ = ["OpState", "live_states", "resolve", "resolve_fake", "state_of"]
 
 
 class OpState:
@@ -20,6 +23,7 @@ class OpState:
     __slots__ = (
         "__weakref__",
         "canonical",
+        "gradients",
         "hots",
         "key",
         "last",
@@ -41,6 +45,8 @@ class OpState:
         """Of the last call along the dims that grow."""
         self.lock = threading.RLock()
         self.tune = False
+        self.gradients: dict[tuple[bool, ...], Any] = {}
+        """The backward op for each set of inputs whose gradients were wanted."""
         self.op: Any = None
         """The op that forward runs on; all ops of this key are interchangeable."""
 
@@ -96,11 +102,28 @@ def resolve(cls: Any, key: str) -> OpState:
     return state
 
 
+def resolve_fake(cls: Any, key: str) -> Any:
+    """The op of a call that is traced. Raises ``ExportError`` where it is traced for another process
+    and could not be made again there."""
+    state = resolve(cls, key)
+    if not state.canonical and torch.compiler.is_exporting():
+        for name, value in state.op._params.items():
+            try:
+                write(value)
+            except NoLiteralError as error:
+                raise ExportError(cls.__name__, name, str(error)) from None
+    return state.op
+
+
 def _recreate(cls: Any, key: str) -> Any:
+    _, spelled, stamp = split_key(key)
     try:
-        name, params = read_call(key)
+        name, params = read_call(spelled)
         if name != cls.__name__:
             raise ValueError(f"it names {name}, the operator belongs to {cls.__name__}")
+        fault = fault_in(cls, stamp)
+        if fault:
+            raise ValueError(fault)
         return cls(**params)
     except (ValueError, TypeError, TileopsError) as error:
         problem = str(error)

@@ -1,4 +1,4 @@
-"""What no operator lets pass: gradients, tangents, writes to what requires grad, odd layouts."""
+"""What no operator lets pass: gradients, writes to what requires grad, odd layouts."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
-from tileops.engine.boundary.gate import keys_below_autograd
-from tileops.engine.errors import BackwardError, CheckError, TransformError
+from tileops.engine.errors import BackwardError, CheckError
 
-__all__ = [
-    "refuse_tangents", "refuse_without_storage", "refuse_written_grad", "refusing_function",
-]  # fmt: skip
+__all__ = ["refuse_without_storage", "refuse_written_grad", "refusing_rules"]
 
 
 def refuse_without_storage(cls: Any, given: dict[str, Any]) -> None:
@@ -45,23 +41,21 @@ def refuse_written_grad(cls: Any, written: dict[str, Any], given: dict[str, Any]
                 )
 
 
-def refuse_tangents(cls: Any, tensors: tuple[Any, ...]) -> None:
-    for tensor in tensors:
-        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise TransformError(
-                cls.__name__, "forward-mode differentiation", "pass primals, or detach the input"
-            )
-
-
 _library = torch.library.Library("tileops", "FRAGMENT")
-_library.define("refuse_backward(Tensor grad, SymInt[] size, ScalarType dtype, str op) -> Tensor")
+_library.define(
+    "refuse_backward(Tensor grad, SymInt[] size, ScalarType dtype, str op, str argument) -> Tensor"
+)
 
 
-def _refuse_backward(grad: torch.Tensor, size: Any, dtype: torch.dtype, op: str) -> torch.Tensor:
-    raise BackwardError(op)
+def _refuse_backward(
+    grad: torch.Tensor, size: Any, dtype: torch.dtype, op: str, argument: str
+) -> torch.Tensor:
+    raise BackwardError(op, argument)
 
 
-def _fake_backward(grad: torch.Tensor, size: Any, dtype: torch.dtype, op: str) -> torch.Tensor:
+def _fake_backward(
+    grad: torch.Tensor, size: Any, dtype: torch.dtype, op: str, argument: str
+) -> torch.Tensor:
     return torch.empty(size, dtype=dtype, device=grad.device)
 
 
@@ -69,14 +63,10 @@ _library.impl("refuse_backward", _refuse_backward, "CompositeExplicitAutograd")
 torch.library.register_fake("tileops::refuse_backward", _fake_backward, lib=_library)
 
 
-def refusing_function(cls: Any, overload: Any, name: str) -> Callable[..., Any]:
-    """``apply`` of an ``autograd.Function`` that computes the op and refuses at backward, not
+def refusing_rules(cls: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """``setup_context`` and ``backward`` of an ``autograd.Function`` that refuses at backward, not
     before: the refusal is an operator, so that a graph with a backward can be compiled, and raises
     only if that backward runs."""
-
-    def forward(*args: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return overload.redispatch(keys_below_autograd(args), *args)
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.facts = [
@@ -87,32 +77,8 @@ def refusing_function(cls: Any, overload: Any, name: str) -> Callable[..., Any]:
     def backward(ctx: Any, *grads: Any) -> Any:
         refuse = torch.ops.tileops.refuse_backward.default
         return tuple(
-            None if facts is None else refuse(grads[0], facts[0], facts[1], cls.__name__)
+            None if facts is None else refuse(grads[0], facts[0], facts[1], cls.__name__, "")
             for facts in ctx.facts
         )
 
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise TransformError(
-            cls.__name__, "forward-mode differentiation", "pass primals, or detach the input"
-        )
-
-    rules = (forward, setup_context, backward, jvp)
-    # The name is what users see as grad_fn.
-    refusing: Any = type(
-        f"{name}_declares_no_backward",
-        (torch.autograd.Function,),
-        {rule.__name__: staticmethod(rule) for rule in rules},
-    )
-    # Function.apply hands on to functorch, whose dispatch has been passed by the time an Autograd
-    # kernel runs; its base class does one level, which is what is wanted here.
-    one_level: Callable[..., Any] = super(torch.autograd.Function, refusing).apply
-
-    def apply(*args: Any) -> Any:
-        if torch._C._are_functorch_transforms_active():
-            from torch._functorch.utils import enable_single_level_autograd_function
-
-            with enable_single_level_autograd_function():
-                return one_level(*args)
-        return refusing.apply(*args)
-
-    return apply
+    return setup_context, backward

@@ -8,6 +8,7 @@ from pathlib import Path
 from tileops.engine.errors import ManifestError
 from tileops.engine.manifest.document import load_document
 from tileops.engine.manifest.entry import Entry, parse_entry
+from tileops.engine.manifest.sharding import share_sharding
 from tileops.engine.pause import without_collection
 
 __all__ = ["families", "family_file", "load_family", "package_root"]
@@ -53,6 +54,7 @@ def load_family(path: Path, family: str | None = None) -> dict[str, Entry]:
                     entry: parse_entry(entry, node, path, name)
                     for entry, node in document.value.items()
                 }
+                share_sharding(found)
                 del document
             _loaded[path] = found
         return found

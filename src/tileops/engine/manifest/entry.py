@@ -13,10 +13,11 @@ from tileops.engine.errors import ManifestError
 from tileops.engine.manifest.document import Located
 from tileops.engine.manifest.expr import DTYPES, Expr, ExpressionError, parse
 from tileops.engine.manifest.names import check_names
+from tileops.engine.manifest.sharding import ShardingRule, read_sharding
 
 __all__ = [
     "MISSING", "Branch", "Content", "Cost", "Entry", "Input", "Output", "Param", "ParamType",
-    "Rule", "Workload", "parse_entry",
+    "Rule", "Workload", "branches_of", "parse_entry",
 ]  # fmt: skip
 
 
@@ -73,6 +74,8 @@ class Input:
     host: bool
     content: Content | None
     line: int
+    differentiable: bool = True
+    """Whether the entry lets a gradient flow to it; see ``Entry.differentiable_inputs``."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class Output:
     buffer: bool
     is_input: str | None
     line: int
+    differentiable: bool = True
 
 
 @dataclass(frozen=True)
@@ -157,9 +161,11 @@ class Entry:
     rules: tuple[Rule, ...]
     composition: Mapping[str, str]
     backward: str | None
-    sharding: Mapping[str, str]
+    sharding: tuple[ShardingRule, ...]
     workloads: tuple[Workload, ...]
     cost: Cost
+    autocast: str | None = None
+    """What ``torch.autocast`` does, where it is not what follows from the rest."""
     branches: tuple[Branch, ...] = field(default=(), compare=False)
     node: Located | None = field(default=None, compare=False, repr=False)
     """The entry as written, for the lines of its fields."""
@@ -193,6 +199,38 @@ class Entry:
         variables = () if item.dtype is None else item.dtype.names
         names = [*item.dtypes, *variables, *(d for v in variables for d in self.dtypes.get(v, ()))]
         return any(name.startswith("complex") for name in names)
+
+    @property
+    def differentiable_inputs(self) -> tuple[Input, ...]:
+        """Inputs that a gradient may flow to: declared so, of a floating dtype, not always written."""
+        return tuple(
+            item
+            for item in self.inputs
+            if item.differentiable
+            and (item.mutated is None or item.mutated.text != "True")
+            and self._may_be_floating(item.dtypes or item.dtype)
+        )
+
+    @property
+    def differentiable_outputs(self) -> tuple[Output, ...]:
+        """Outputs that a gradient may come from."""
+        return tuple(
+            output
+            for output in self.outputs
+            if output.differentiable and self._may_be_floating(output.dtype)
+        )
+
+    def _may_be_floating(self, dtype: tuple[str, ...] | Expr | None) -> bool:
+        if isinstance(dtype, tuple):  # of several no expression could say which the gradient has
+            return len(dtype) == 1 and "float" in dtype[0]
+        assert dtype is not None
+        found: set[str] = set()
+        for name in dtype.names:
+            found |= {name} if name in DTYPES else set(self.dtypes.get(name, ()))
+        for param in self.params:
+            for kind, names in param.type.alternatives if param.name in dtype.names else ():
+                found |= set(names or DTYPES) if kind == "dtype" else set()
+        return any("float" in name for name in found)
 
     @property
     def positional_inputs(self) -> tuple[Input, ...]:
@@ -278,7 +316,7 @@ class _Reader:
         return Input(
             name, expression, fixed, self.need_expr(node.value["shape"]), optional, passed_when,
             mutated, flag("contiguous"), flag("kw_only"), flag("device"),
-            holds, node.line,
+            holds, node.line, _differentiable(node),
         )  # fmt: skip
 
     def output(self, name: str, node: Located) -> Output:
@@ -291,6 +329,7 @@ class _Reader:
             node.get("buffer") is not None,
             is_input.value if is_input else None,
             node.line,
+            _differentiable(node),
         )
 
     def known_dtypes(self, node: Located, names: tuple[str, ...]) -> None:
@@ -313,8 +352,13 @@ class _Reader:
         )
 
 
+def _differentiable(node: Located) -> bool:
+    child = node.get("differentiable")
+    return child is None or bool(child.value)
+
+
 _ALTERNATIVE = re.compile(r"([A-Za-z][A-Za-z0-9_]*)(?:\[(\d+)\]|\(([^)]*)\))?")
-_SIMPLE = {"int", "float", "bool", "str", "ints", "axes", "number", "device", "object"}
+_SIMPLE = {"int", "float", "bool", "str", "ints", "floats", "axes", "number", "device", "object"}
 
 
 def _param_type(text: str) -> ParamType | None:
@@ -359,8 +403,8 @@ def parse_entry(name: str, node: Located, path: Path, family: str) -> Entry:
     rules = signature.get("rules")
     cost = node.value["cost"]
     composition = node.get("composition")
-    sharding = node.get("sharding")
     backward = node.get("backward")
+    autocast = node.get("autocast")
     entry = Entry(
         name=name,
         family=family,
@@ -387,31 +431,31 @@ def parse_entry(name: str, node: Located, path: Path, family: str) -> Entry:
         ),
         composition=composition.plain() if composition else {},
         backward=backward.value if backward else None,
-        sharding=sharding.plain() if sharding else {},
+        sharding=read_sharding(read.fail, node.get("sharding")),
         workloads=tuple(read.workload(child) for child in node.value["workloads"].value),
         cost=Cost(
             read.need_expr(cost.value["flops"]),
             read.expr(cost.get("read_bytes")),
             read.expr(cost.get("write_bytes")),
         ),
+        autocast=autocast.value if autocast else None,
         node=node,
     )
     check_names(read.fail, node, entry)
-    object.__setattr__(entry, "branches", _branches(entry))
+    object.__setattr__(entry, "branches", branches_of(entry))
     return entry
 
 
-def _branches(entry: Entry) -> tuple[Branch, ...]:
+def branches_of(entry: Entry) -> tuple[Branch, ...]:
     """All side-effect branches some construction and call can take, the plainest first."""
     conditions = [item.mutated for item in entry.inputs if item.mutated is not None]
     conditions += [output.nullable for output in entry.outputs if output.nullable is not None]
-    atoms = sorted({atom.text for expr in conditions for atom in expr.atoms()} - {"True", "False"})
     found: dict[Branch, None] = {}
-    for values in itertools.product((False, True), repeat=len(atoms)):
-        truth = dict(zip(atoms, values, strict=True))
+    for parts in itertools.product(*map(_outcomes, _connected(conditions))):
+        true = {expr.text for part in parts for expr in part}
 
-        def holds(expr: Expr | None, truth: dict[str, bool] = truth) -> bool:
-            return expr is not None and _truth(expr, truth)
+        def holds(expr: Expr | None, true: set[str] = true) -> bool:
+            return expr is not None and expr.text in true
 
         writes = tuple(i.name for i in entry.inputs if holds(i.mutated))
         absent = tuple(o.name for o in entry.outputs if holds(o.nullable))
@@ -420,6 +464,30 @@ def _branches(entry: Entry) -> tuple[Branch, ...]:
         for out in (False, True) if entry.has_out else (False,):
             found[Branch(writes, out, absent)] = None
     return tuple(sorted(found, key=lambda b: (len(b.suffix), b.suffix)))
+
+
+def _atoms(conditions: list[Expr]) -> set[str]:
+    return {atom.text for expr in conditions for atom in expr.atoms()} - {"True", "False"}
+
+
+def _connected(conditions: list[Expr]) -> list[list[Expr]]:
+    """The conditions in groups that share no atom, so that each group is settled for itself."""
+    groups: list[list[Expr]] = []
+    for expr in conditions:
+        near = [group for group in groups if _atoms(group) & _atoms([expr])]
+        groups = [group for group in groups if group not in near]
+        groups.append([*itertools.chain.from_iterable(near), expr])
+    return groups
+
+
+def _outcomes(conditions: list[Expr]) -> list[tuple[Expr, ...]]:
+    """Which of the conditions can be true together."""
+    atoms = sorted(_atoms(conditions))
+    found: dict[tuple[Expr, ...], None] = {}
+    for values in itertools.product((False, True), repeat=len(atoms)):
+        truth = dict(zip(atoms, values, strict=True))
+        found[tuple(expr for expr in conditions if _truth(expr, truth))] = None
+    return list(found)
 
 
 def _truth(expr: Expr, truth: Mapping[str, bool]) -> bool:

@@ -37,6 +37,7 @@ def check_names(fail: Callable[[Located, str], NoReturn], node: Located, entry: 
     check.inputs()
     check.outputs()
     check.rules_and_cost()
+    check.sharding()
 
 
 class _Check:
@@ -195,6 +196,26 @@ class _Check:
             absent = sorted(expr.presence - self.input_names)
             if absent:
                 self.fail(at, f"cost.{name}: passed({absent[0]}) names no input")
+
+    def sharding(self) -> None:
+        dims = self.bound - set(self.entry.dims)
+        for rule in self.entry.sharding:
+            at, label, names = self.node.find("sharding", rule.key), rule.key, set(rule.names)
+            wrong = sorted(names - dims - (set() if rule.at else self.input_names))
+            if wrong:
+                self.fail(at, f"sharding.{label}: '{wrong[0]}' is no dim that a shape of an input finds"
+                              + ("" if rule.at else ", and no input"))  # fmt: skip
+            if names & dims and not names <= dims:
+                self.fail(at, f"sharding.{label}: dims and inputs do not go together")
+            if rule.at is not None and rule.at not in self.params:
+                self.fail(at, f"sharding.{label}: '{rule.at}' is no parameter")
+            for condition in rule.conditions:
+                unknown = sorted(
+                    condition.names - self.known | condition.presence - self.input_names
+                )
+                if unknown:
+                    text = condition.text
+                    self.fail(at, f"sharding.{label}: unknown name '{unknown[0]}' in {text!r}")
 
 
 def _pattern_names(tree: ast.expr) -> set[str]:

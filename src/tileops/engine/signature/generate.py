@@ -66,6 +66,7 @@ class _Emitter:
             (shape_names - self.params - set(DTYPES) - set(entry.dtypes)) | set(entry.dims)
         )
         self.settled_dtypes: set[str] = set()
+        self.told: list[Input] = []
         self.namespace: dict[str, Any] = dict(HELPERS)
         self.temporary = 0
 
@@ -249,6 +250,32 @@ class _Emitter:
         for line in presence_lines(self.entry, item, self.source, item.name):
             self.emit(line)
 
+    def tensors(self) -> None:
+        """In order; what needs to know what later inputs tell comes after them."""
+        waiting = list(self.entry.inputs)
+        while waiting:
+            done = next((item for item in waiting if self._emitted(item)), waiting[0])
+            if done not in self.told:
+                self.tensor(done)  # raises, or is of a dtype that nothing tells
+            waiting.remove(done)
+
+    def _emitted(self, item: Input) -> bool:
+        """Whether all that its check needs was known; then it stands."""
+        told = {other.dtype.text for other in (*self.told, item) if other.dtype is not None}
+        if item.dtype is not None and item.dtype.names & set(self.entry.dtypes) - told:
+            return False
+        lines, level, temporary = len(self.lines), self.level, self.temporary
+        state, settled = dict(self.state), set(self.settled_dtypes)
+        try:
+            self.tensor(item)
+        except ManifestError:
+            del self.lines[lines:]
+            self.level, self.temporary = level, temporary
+            self.state, self.settled_dtypes = state, settled
+            return False
+        self.told.append(item)
+        return True
+
     def tensor(self, item: Input) -> None:
         name, args = item.name, self.fail_args(item)
         if item.optional:
@@ -346,7 +373,12 @@ class _Emitter:
             if "bcast(" not in output.shape.text:
                 continue
             names = [i.name for i in self.entry.inputs]
-            shapes = " and ".join(f"{{list({name}.shape)}}" for name in names)
+            shapes = " and ".join(
+                f"{{{i.name} if {i.name} is None else list({i.name}.shape)}}"
+                if i.optional
+                else f"{{list({i.name}.shape)}}"
+                for i in self.entry.inputs
+            )
             self.emit("try:")
             self.emit(f"    out_{output.name} = tuple({self.source(output.shape)})")
             self.emit("except ValueError:")
@@ -429,8 +461,7 @@ def signature_source(entry: Entry) -> tuple[str, dict[str, Any]]:
         e.emit(f"{name} = None")
     for item in entry.inputs:
         e.presence(item)
-    for item in entry.inputs:
-        e.tensor(item)
+    e.tensors()
     e._derive(frozenset(entry.dims))
     e.broadcast_checks()
     e.rules()

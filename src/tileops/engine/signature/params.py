@@ -79,6 +79,8 @@ def _describe(kind: ParamType) -> str:
                 words.append("a torch dtype" + (f" ({', '.join(arguments)})" if arguments else ""))
             case "ints":
                 words.append("a list or tuple of non-negative ints, or one int")
+            case "floats":
+                words.append("a list, a tuple or a 1-d tensor of real numbers")
             case "axes":
                 words.append("an axis (int), or a list or tuple of axes")
             case "tuple":
@@ -138,6 +140,13 @@ def _convert(word: str, arguments: tuple[str, ...], value: Any) -> Any:  # noqa:
                     return torch.device(value)
                 except (RuntimeError, ValueError, OverflowError):
                     return _REJECTED
+        case "floats":
+            if isinstance(value, torch.Tensor) and value.ndim == 1 and value.is_floating_point():
+                value = value.tolist()  # waits for the device; each value exactly
+            if not isinstance(value, list | tuple):
+                return _REJECTED
+            items = tuple(_convert("float", (), item) for item in value)
+            return _REJECTED if _REJECTED in items else items
         case "ints" | "axes" | "tuple":
             whole = _integer(value)
             if whole is not _REJECTED:

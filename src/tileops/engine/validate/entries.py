@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tileops.engine.errors import CheckError
+from tileops.engine.manifest.derive import faults_of_backward
 from tileops.engine.manifest.entry import MISSING, Entry
 from tileops.engine.op import Op
 from tileops.engine.signature.generate import signature_source
@@ -33,6 +34,7 @@ def check_entry(entry: Entry, known: Mapping[str, Entry] | None, report: Report)
             _named(entry, known, fault, f"composition.{stage}", name, "composition", stage)
         if entry.backward is not None:
             _named(entry, known, fault, "backward", entry.backward, "backward")
+            _backward(entry, known, fault)
     signature_source(entry)  # raises where a shape cannot be solved
     return made
 
@@ -69,6 +71,12 @@ def _dtypes(entry: Entry, fault: Any) -> None:
                 problem = f"is for integers, and {item.name} may be {dtype}"
                 fault(f"inputs.{item.name}.content: {problem}",
                       "signature", "inputs", item.name, "content")  # fmt: skip
+
+
+def _backward(entry: Entry, known: Mapping[str, Entry], fault: Any) -> None:
+    other = known.get(str(entry.backward))
+    for problem in [] if other is None else faults_of_backward(entry, other):
+        fault(f"backward: {entry.backward}: {problem}", "backward")
 
 
 def _named(

@@ -1,14 +1,21 @@
-"""Triton kernels that normalise rows by their root mean square, a residual added first or not.
+"""Triton kernels that normalise rows, by their root mean square or centred; ``rows.py`` says which
+serves when.
 
-``rms_norm.py`` says which serves when. Offsets within a tile are 32-bit; where a tile begins is
-64-bit. ``residual`` (with ``total``, where the sum goes) and ``weight`` may be the constant None.
-Arithmetic is in float32 and rounds once, at the store; a sum with the residual is rounded to its
-own type first, and it is the rounded sum that is normalised.
+Offsets within a tile are 32-bit; where a tile begins is 64-bit. Tensors that an op has not may be the
+constant None: ``residual`` (with ``total``, where the sum goes); ``weight`` and ``bias``, of a row's
+elements or, with GROUPS, of channels; ``scale``, ``shift`` and ``gate``, of the shape of ``x``;
+``quanta``, the scales of rows that are quantised. Arithmetic is in float32 and rounds once, at the
+store; a sum with the residual is rounded to its own type first, and it is the rounded sum that is
+normalised. Where a product and a sum might be contracted they are (``fma``), and not left to the
+compiler, which contracts or not by what stands around: a row must give the same bits whichever
+kernel takes it.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tileops.lib.float8_triton import e4m3_bytes
 
 __all__ = ["chunk_sums", "normalize_chunks", "normalize_rows", "stream_rows"]
 
@@ -39,22 +46,105 @@ def _add(values, residual_values, total, offsets, mask, MASKED: tl.constexpr):
 
 @triton.jit
 def _scale(sum_of_squares, eps, N: tl.constexpr):
-    # One rounding, said and not left to the compiler, which contracts or not by what stands around:
-    # a row must give the same bits whichever kernel takes it.
     return tl.rsqrt(tl.fma(sum_of_squares, 1.0 / N, eps))
 
 
 @triton.jit
+def _places(row, cols, N: tl.constexpr, GROUPS: tl.constexpr, SPATIAL: tl.constexpr):
+    """Which weight belongs to each column of a row: its own, or that of its channel."""
+    if GROUPS == 0:
+        return cols
+    else:
+        return (row % GROUPS).to(tl.int32) * (N // SPATIAL) + cols // SPATIAL
+
+
+@triton.jit
+def _affine(values, weights, biases):
+    if weights is not None:
+        if biases is not None:
+            values = tl.fma(values, weights.to(tl.float32), biases.to(tl.float32))
+        else:
+            values = values * weights.to(tl.float32)
+    elif biases is not None:
+        values = values + biases.to(tl.float32)
+    return values
+
+
+@triton.jit
+def _quantised(values, quanta, rows, present, bound, TOP: tl.constexpr, LEAST: tl.constexpr):
+    """The bytes of quantised rows; stores their scales."""
+    # As integers, magnitudes are ordered like themselves, and NaN is the largest.
+    magnitudes = tl.abs(values).to(tl.int32, bitcast=True)
+    largest = tl.max(magnitudes, axis=1).to(tl.float32, bitcast=True)
+    if bound is not None:
+        largest = tl.where(largest > bound, bound, largest)
+    scale = tl.div_rn(largest, TOP)
+    scale = tl.where(scale < LEAST, LEAST, scale)
+    tl.store(quanta + rows, scale, mask=present)
+    values = tl.div_rn(values, scale[:, None])
+    if TOP == 127.0:
+        values = tl.where(values == values, values, 0.0)
+        values = tl.minimum(tl.maximum(values, -128.0), 127.0)
+        # Adding 1.5 * 2**23 leaves no fraction, rounded to even.
+        return ((values + 12582912.0) - 12582912.0).to(tl.int8)
+    else:
+        return e4m3_bytes(values)
+
+
+@triton.jit
 def _normalize_tile(
-    values, added, scales, total, y, here, offsets, mask, eps, N: tl.constexpr, MASKED: tl.constexpr
+    values,
+    added,
+    weights,
+    biases,
+    scale,
+    shift,
+    gate,
+    y,
+    total,
+    quanta,
+    first,
+    offsets,
+    mask,
+    inside,
+    present,
+    eps,
+    bound,
+    N: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+    PADDED: tl.constexpr,
+    POLICY: tl.constexpr,
+    CENTRED: tl.constexpr,
+    TOP: tl.constexpr,
+    LEAST: tl.constexpr,
 ):
-    """Normalise and store a tile that has been read, whose first row begins at ``here``."""
+    """Normalise and store a tile that has been read, whose first row is row ``first``."""
+    here = first * N
+    # What differs by row is asked for before sums are waited for.
+    factors = None
+    terms = None
+    gates = None
+    if scale is not None:
+        factors = _load(scale + here, offsets, mask, MASKED, POLICY)
+        terms = _load(shift + here, offsets, mask, MASKED, POLICY)
+    if gate is not None:
+        gates = _load(gate + here, offsets, mask, MASKED, POLICY)
     if added is not None:
         values = _add(values, added, total + here, offsets, mask, MASKED)
     values = values.to(tl.float32)
+    if CENTRED:
+        values = values - (tl.sum(values, axis=1) * (1.0 / N))[:, None]
+        if PADDED:
+            values = tl.where(inside, values, 0.0)
     values = values * _scale(tl.sum(values * values, axis=1), eps, N)[:, None]
-    if scales is not None:
-        values = values * scales.to(tl.float32)
+    values = _affine(values, weights, biases)
+    values = _affine(values, factors, terms)
+    if gates is not None:
+        values = values * gates.to(tl.float32)
+    if quanta is not None:
+        rows = first + tl.arange(0, TILE)
+        values = _quantised(values, quanta, rows, present, bound, TOP, LEAST)
     _store(y + here, offsets, values, mask, MASKED)
 
 
@@ -63,10 +153,16 @@ def normalize_rows(
     x,
     residual,
     weight,
+    bias,
+    scale,
+    shift,
+    gate,
     y,
     total,
+    quanta,
     rows,
     eps,
+    bound,  # of a quantised row's largest magnitude
     N: tl.constexpr,
     BLOCK: tl.constexpr,  # N rounded up to a power of two
     TILE: tl.constexpr,  # rows held at a time
@@ -74,27 +170,38 @@ def normalize_rows(
     PERSISTENT: tl.constexpr,  # a program takes several tiles, reading one while it works on one
     POLICY: tl.constexpr,  # how the caches should treat what is read once
     DEPENDENT: tl.constexpr,  # may be launched before the stream's previous kernel has ended
+    CENTRED: tl.constexpr,
+    GROUPS: tl.constexpr,  # rows that share no channel, 0 where weights are not of channels
+    SPATIAL: tl.constexpr,  # adjacent elements of one channel
+    TOP: tl.constexpr,  # largest quantised number
+    LEAST: tl.constexpr,  # smallest scale
 ):
     """Rows held in registers: program p takes tile p, or tiles p, p + programs, and so on."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
-    MASKED: tl.constexpr = N != BLOCK or TILE != 1
+    PADDED: tl.constexpr = N != BLOCK
+    MASKED: tl.constexpr = PADDED or TILE != 1
     cols = tl.max_contiguous(tl.arange(0, BLOCK), VECTOR)[None, :]
     lanes = tl.arange(0, TILE)[:, None]
     inside = cols < N
     offsets = lanes * N + cols
     row = tl.program_id(0).to(tl.int64) * TILE
     mask = inside & (row + lanes < rows)
+    present = row + tl.arange(0, TILE) < rows
 
     values = _load(x + row * N, offsets, mask, MASKED, POLICY)
     added = None
     if residual is not None:
         added = _load(residual + row * N, offsets, mask, MASKED, POLICY)
-    scales = None
+    # By each row of a tile: dearer than once for all by cache hits, cheaper by a barrier.
+    places = _places(row + lanes, cols, N, GROUPS, SPATIAL) + lanes * 0
+    weights = None
     if weight is not None:
-        # By each row of a tile: dearer than once for all by cache hits, cheaper by a barrier.
-        scales = _load(weight, cols + lanes * 0, inside, N != BLOCK, "evict_last")
+        weights = _load(weight, places, inside, PADDED, "evict_last")
+    biases = None
+    if bias is not None:
+        biases = _load(bias, places, inside, PADDED, "evict_last")
 
     if PERSISTENT:
         step = tl.num_programs(0).to(tl.int64) * TILE
@@ -103,45 +210,180 @@ def normalize_rows(
             mask_ahead = inside & (ahead + lanes < rows)
             values_ahead = _load(x + ahead * N, offsets, mask_ahead, True, POLICY)
             mask = inside & (first + lanes < rows)
+            present = first + tl.arange(0, TILE) < rows
             # Nothing that may be None is carried from turn to turn: Triton 3.6 refuses it.
             if residual is not None:
                 added_ahead = _load(residual + ahead * N, offsets, mask_ahead, True, POLICY)
                 _normalize_tile(
-                    values, added, scales, total, y, first * N, offsets, mask, eps, N, MASKED
+                    values,
+                    added,
+                    weights,
+                    biases,
+                    scale,
+                    shift,
+                    gate,
+                    y,
+                    total,
+                    quanta,
+                    first,
+                    offsets,
+                    mask,
+                    inside,
+                    present,
+                    eps,
+                    bound,
+                    N,
+                    TILE,
+                    MASKED,
+                    PADDED,
+                    POLICY,
+                    CENTRED,
+                    TOP,
+                    LEAST,
                 )
                 added = added_ahead
             else:
                 _normalize_tile(
-                    values, None, scales, total, y, first * N, offsets, mask, eps, N, MASKED
+                    values,
+                    None,
+                    weights,
+                    biases,
+                    scale,
+                    shift,
+                    gate,
+                    y,
+                    total,
+                    quanta,
+                    first,
+                    offsets,
+                    mask,
+                    inside,
+                    present,
+                    eps,
+                    bound,
+                    N,
+                    TILE,
+                    MASKED,
+                    PADDED,
+                    POLICY,
+                    CENTRED,
+                    TOP,
+                    LEAST,
                 )
             values = values_ahead
     else:
-        _normalize_tile(values, added, scales, total, y, row * N, offsets, mask, eps, N, MASKED)
+        _normalize_tile(
+            values,
+            added,
+            weights,
+            biases,
+            scale,
+            shift,
+            gate,
+            y,
+            total,
+            quanta,
+            row,
+            offsets,
+            mask,
+            inside,
+            present,
+            eps,
+            bound,
+            N,
+            TILE,
+            MASKED,
+            PADDED,
+            POLICY,
+            CENTRED,
+            TOP,
+            LEAST,
+        )
+
+
+# --- rows in chunks -----------------------------------------------------------------------------
 
 
 @triton.jit
-def _sum_chunk(x, residual, total, here, begin, cols, N: tl.constexpr, CHUNK: tl.constexpr):
-    """The sum of squares of the chunk at ``here``, which is column ``begin`` of its row."""
+def _read_chunk(x, residual, total, here, begin, cols, N: tl.constexpr, CHUNK: tl.constexpr):
+    """The chunk at ``here``, which is column ``begin`` of its row, with the residual."""
     MASKED: tl.constexpr = N % CHUNK != 0
     inside = begin + cols < N
     values = _load(x + here, cols, inside, MASKED, "")
     if residual is not None:
         added = _load(residual + here, cols, inside, MASKED, "evict_first")
         values = _add(values, added, total + here, cols, inside, MASKED)
-    values = values.to(tl.float32)
-    return tl.sum(values * values, axis=0)
+    return values.to(tl.float32)
 
 
 @triton.jit
-def _normalize_chunk(source, weight, y, scale, begin, cols, N: tl.constexpr, CHUNK: tl.constexpr):
-    """The chunk that begins at column ``begin``; pointers are those of its row."""
+def _moments(values, begin, cols, N: tl.constexpr, CHUNK: tl.constexpr):
+    """A chunk's mean and the sum of squares about it."""
+    mean = tl.div_rn(tl.sum(values, axis=0), tl.minimum(N - begin, CHUNK).to(tl.float32))
+    values = values - mean
+    if N % CHUNK != 0:
+        values = tl.where(begin + cols < N, values, 0.0)
+    return mean, tl.sum(values * values, axis=0)
+
+
+@triton.jit
+def _join(mean, squares, count, part_mean, part_squares, more):
+    """The moments of ``count`` elements and ``more`` (Chan, Golub and LeVeque 1979)."""
+    share = tl.div_rn(more, count + more)
+    apart = part_mean - mean
+    joined = tl.fma(apart * apart, count * share, squares + part_squares)
+    return tl.fma(apart, share, mean), joined
+
+
+@triton.jit
+def _normalize_chunk(
+    source,
+    weight,
+    bias,
+    scale,
+    shift,
+    gate,
+    y,
+    mean,
+    size,
+    row,
+    begin,
+    cols,
+    N: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CENTRED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SPATIAL: tl.constexpr,
+):
+    """The chunk of row ``row`` that begins at column ``begin``."""
     MASKED: tl.constexpr = N % CHUNK != 0
     inside = begin + cols < N
-    values = _load(source + begin, cols, inside, MASKED, "evict_first").to(tl.float32) * scale
-    if weight is not None:
-        scales = _load(weight + begin, cols, inside, MASKED, "evict_last")
-        values = values * scales.to(tl.float32)
-    _store(y + begin, cols, values, inside, MASKED)
+    here = row * N + begin
+    values = _load(source + here, cols, inside, MASKED, "evict_first").to(tl.float32)
+    if CENTRED:
+        values = values - mean
+    values = values * size
+    weights = None
+    biases = None
+    if GROUPS == 0:
+        if weight is not None:
+            weights = _load(weight + begin, cols, inside, MASKED, "evict_last")
+        if bias is not None:
+            biases = _load(bias + begin, cols, inside, MASKED, "evict_last")
+    else:
+        places = _places(row, begin + cols, N, GROUPS, SPATIAL)
+        if weight is not None:
+            weights = _load(weight, places, inside, MASKED, "evict_last")
+        if bias is not None:
+            biases = _load(bias, places, inside, MASKED, "evict_last")
+    values = _affine(values, weights, biases)
+    if scale is not None:
+        factors = _load(scale + here, cols, inside, MASKED, "evict_first")
+        terms = _load(shift + here, cols, inside, MASKED, "evict_first")
+        values = _affine(values, factors, terms)
+    if gate is not None:
+        values = values * _load(gate + here, cols, inside, MASKED, "evict_first").to(tl.float32)
+    _store(y + here, cols, values, inside, MASKED)
 
 
 @triton.jit
@@ -149,6 +391,10 @@ def stream_rows(
     x,
     residual,
     weight,
+    bias,
+    scale,
+    shift,
+    gate,
     y,
     total,
     length,  # N again, at run time: a loop of a known number of turns would be unrolled, and spill
@@ -156,28 +402,63 @@ def stream_rows(
     N: tl.constexpr,
     CHUNK: tl.constexpr,
     VECTOR: tl.constexpr,
+    CENTRED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SPATIAL: tl.constexpr,
 ):
     """One row per program, read twice, in chunks: forwards for its sum, then backwards, beginning
     with what the caches still hold.
     """
     LAST: tl.constexpr = (N - 1) // CHUNK * CHUNK
     cols = tl.max_contiguous(tl.arange(0, CHUNK), VECTOR)
-    row = tl.program_id(0).to(tl.int64) * N
-    sum_of_squares = 0.0
+    row = tl.program_id(0).to(tl.int64)
+    mean = 0.0
+    squares = 0.0
     for begin in range(0, length, CHUNK):
-        sum_of_squares += _sum_chunk(x, residual, total, row + begin, begin, cols, N, CHUNK)
-    scale = _scale(sum_of_squares, eps, N)
+        values = _read_chunk(x, residual, total, row * N + begin, begin, cols, N, CHUNK)
+        if CENTRED:
+            part_mean, part = _moments(values, begin, cols, N, CHUNK)
+            more = tl.minimum(N - begin, CHUNK).to(tl.float32)
+            mean, squares = _join(mean, squares, begin * 1.0, part_mean, part, more)
+        else:
+            squares += tl.sum(values * values, axis=0)
+    size = _scale(squares, eps, N)
     source = x
     if residual is not None:
         source = total
         tl.debug_barrier()  # other threads of this program may have stored what is read now
     for done in range(0, length, CHUNK):
-        _normalize_chunk(source + row, weight, y + row, scale, LAST - done, cols, N, CHUNK)
+        _normalize_chunk(
+            source,
+            weight,
+            bias,
+            scale,
+            shift,
+            gate,
+            y,
+            mean,
+            size,
+            row,
+            LAST - done,
+            cols,
+            N,
+            CHUNK,
+            CENTRED,
+            GROUPS,
+            SPATIAL,
+        )
 
 
 @triton.jit
 def chunk_sums(
-    x, residual, total, sums, N: tl.constexpr, CHUNK: tl.constexpr, VECTOR: tl.constexpr
+    x,
+    residual,
+    total,
+    sums,  # a number for each chunk, or two where rows are centred
+    N: tl.constexpr,
+    CHUNK: tl.constexpr,
+    VECTOR: tl.constexpr,
+    CENTRED: tl.constexpr,
 ):
     """One chunk per program: the first half of ``stream_rows``, summing in the same order."""
     CHUNKS: tl.constexpr = (N + CHUNK - 1) // CHUNK
@@ -185,19 +466,32 @@ def chunk_sums(
     program = tl.program_id(0).to(tl.int64)
     begin = program % CHUNKS * CHUNK
     here = program // CHUNKS * N + begin
-    tl.store(sums + program, _sum_chunk(x, residual, total, here, begin, cols, N, CHUNK))
+    values = _read_chunk(x, residual, total, here, begin, cols, N, CHUNK)
+    if CENTRED:
+        mean, squares = _moments(values, begin, cols, N, CHUNK)
+        tl.store(sums + 2 * program, mean)
+        tl.store(sums + 2 * program + 1, squares)
+    else:
+        tl.store(sums + program, tl.sum(values * values, axis=0))
 
 
 @triton.jit
 def normalize_chunks(
     source,
     weight,
+    bias,
+    scale,
+    shift,
+    gate,
     y,
     sums,
     eps,
     N: tl.constexpr,
     CHUNK: tl.constexpr,
     VECTOR: tl.constexpr,
+    CENTRED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SPATIAL: tl.constexpr,
 ):
     """One chunk per program: the second half of ``stream_rows``."""
     CHUNKS: tl.constexpr = (N + CHUNK - 1) // CHUNK
@@ -205,11 +499,39 @@ def normalize_chunks(
     cols = tl.max_contiguous(tl.arange(0, CHUNK), VECTOR)
     program = tl.program_id(0).to(tl.int64)
     row = program // CHUNKS
-    sum_of_squares = 0.0
+    mean = 0.0
+    squares = 0.0
     for done in range(0, CHUNKS, AT_ONCE):
         for index in tl.static_range(AT_ONCE):
-            part = sums + row * CHUNKS + done + index
-            sum_of_squares += tl.load(part, mask=done + index < CHUNKS, other=0.0)
-    scale = _scale(sum_of_squares, eps, N)
+            chunk = done + index
+            there = chunk < CHUNKS
+            if CENTRED:
+                part = sums + 2 * (row * CHUNKS + chunk)
+                part_mean = tl.load(part, mask=there, other=0.0)
+                part_squares = tl.load(part + 1, mask=there, other=0.0)
+                begin = tl.minimum(chunk * CHUNK, N)
+                more = tl.minimum(N - begin, CHUNK).to(tl.float32)
+                mean, squares = _join(mean, squares, begin * 1.0, part_mean, part_squares, more)
+            else:
+                squares += tl.load(sums + row * CHUNKS + chunk, mask=there, other=0.0)
+    size = _scale(squares, eps, N)
     begin = program % CHUNKS * CHUNK
-    _normalize_chunk(source + row * N, weight, y + row * N, scale, begin, cols, N, CHUNK)
+    _normalize_chunk(
+        source,
+        weight,
+        bias,
+        scale,
+        shift,
+        gate,
+        y,
+        mean,
+        size,
+        row,
+        begin,
+        cols,
+        N,
+        CHUNK,
+        CENTRED,
+        GROUPS,
+        SPATIAL,
+    )

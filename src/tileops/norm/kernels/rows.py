@@ -1,7 +1,9 @@
-"""RMSNorm on CUDA: three ways of holding a row, chosen by its length alone.
+"""Rows normalised on CUDA: three ways of holding a row, chosen by its length alone.
 
 How many rows there are decides neither which kernel serves nor any order of summation, so a row's
-result never depends on its neighbours. The same classes serve RMSNorm after a residual is added.
+result never depends on its neighbours. An op says in ``ROLES`` what its inputs are to these kernels,
+which do everything that any of them asks: a residual added first, rows centred or not, weights of a
+row's elements or of channels, a scale and shift of each element, quantised results.
 """
 
 from __future__ import annotations
@@ -28,6 +30,30 @@ HELD_BYTES = 65536
 """Longest row, in bytes, that a program holds in registers."""
 HELD_APART = 16384
 """Longest such row, in elements, where each is read alone and needs its own address and mask."""
+MODULATED_BYTES = 16384
+"""Longest row, in bytes, that is held together with its scales and shifts."""
+
+OF_CHANNELS = ("x", "running_mean", "running_var", "weight", "bias")
+ROLES = {
+    "RMSNormFwdOp": ("x", "weight"),
+    "LayerNormFwdOp": ("x", "weight", "bias"),
+    "AdaLayerNormFwdOp": ("x", "scale", "shift"),
+    "AdaLayerNormZeroFwdOp": ("x", "scale", "shift", "gate"),
+    "FusedAddRMSNormFwdOp": ("x", "residual", "weight"),
+    "FusedAddLayerNormFwdOp": ("x", "residual", "weight", "bias"),
+    "FusedAddRMSNormPerTokenQuantFwdOp": ("x", "residual", "weight"),
+    "GroupNormFwdOp": ("x", "weight", "bias"),
+    "InstanceNormFwdOp": OF_CHANNELS,
+}
+"""The kernels' names of each op's inputs, in the op's order, which is also the kernels'."""
+UNCENTRED = {"RMSNormFwdOp", "FusedAddRMSNormFwdOp", "FusedAddRMSNormPerTokenQuantFwdOp"}
+TENSORS = ("x", "residual", "weight", "bias", "scale", "shift", "gate")
+QUANTISED: dict[torch.dtype | None, tuple[float, float]] = {
+    None: (0.0, 0.0),
+    torch.float8_e4m3fn: (448.0, 1.0 / (448.0 * 512.0)),
+    torch.int8: (127.0, 2.0**-23),
+}
+"""Largest quantised number and smallest scale."""
 
 
 @dataclass(frozen=True)
@@ -36,116 +62,175 @@ class Rows:
 
     count: int
     length: int
-    x: TensorSpec
-    weight: TensorSpec | None
-    residual: TensorSpec | None
     eps: float
+    given: dict[str, TensorSpec]
+    """The inputs by the kernels' names."""
+    refused: str | None
+    """What no kernel here does."""
+    centred: bool
+    groups: int = 0
+    """Groups of channels, 0 where weights are not of channels."""
+    spatial: int = 1
+    """Elements of one channel of one instance."""
+    quantised: torch.dtype | None = None
+    bound: float | None = None
+    """Of a quantised row's largest magnitude."""
 
     @classmethod
     def of(cls, call: CallSpec) -> Rows:
-        """Rows of RMSNorm's ``x`` or of fused add RMSNorm's ``input``."""
-        x = call.inputs.get("x") or call.inputs["input"]
-        assert x is not None
-        length = math.prod(getattr(call.params, "normalized_shape", x.shape[-1:]))
-        eps = call.params.eps
+        """Reads the call of any op in ``ROLES``."""
+        roles = zip(ROLES[call.op], call.inputs.values(), strict=True)
+        given = {name: spec for name, spec in roles if spec is not None}
+        x, params = given["x"], call.params
+        channels: dict[str, int] = {}
+        if call.op in ("GroupNormFwdOp", "InstanceNormFwdOp"):
+            groups = getattr(params, "num_groups", x.shape[1])
+            spatial = math.prod(x.shape[2:])
+            length = x.shape[1] // groups * spatial if groups else 0
+            channels = {"groups": groups, "spatial": spatial}
+        else:
+            length = math.prod(getattr(params, "normalized_shape", x.shape[-1:]))
+        refused = None
+        if given.pop("running_mean", None) is not None:
+            refused = "running statistics are the decomposition's"
+        given.pop("running_var", None)
         return cls(
             count=x.numel // length if length else 0,
             length=length,
-            x=x,
-            weight=call.inputs.get("weight"),
-            residual=call.inputs.get("residual"),
-            eps=torch.finfo(torch.float32).eps if eps is None else float(eps),
+            eps=torch.finfo(torch.float32).eps if params.eps is None else float(params.eps),
+            given=given,
+            refused=refused,
+            centred=call.op not in UNCENTRED,
+            quantised=getattr(params, "quant_dtype", None),
+            bound=getattr(params, "scale_ub", None),
+            **channels,
         )
+
+    @property
+    def x(self) -> TensorSpec:
+        """What is normalised."""
+        return self.given["x"]
+
+    @property
+    def added(self) -> bool:
+        """Whether a residual is added first."""
+        return "residual" in self.given
 
     @property
     def vector(self) -> int:
         """Elements that can be read at once: at most 16 bytes, and dividing a row."""
-        given = [spec for spec in (self.x, self.weight, self.residual) if spec is not None]
-        if not all(spec.aligned for spec in given):
+        read = [s for n, s in self.given.items() if not (self.groups and n in ("weight", "bias"))]
+        if not all(spec.aligned for spec in read):
             return 1
         return math.gcd(self.length, 16 // self.x.dtype.itemsize)
 
     @property
     def longest_held(self) -> int:
         """Elements of the longest row of this kind that fits in registers."""
-        held = HELD_BYTES // self.x.dtype.itemsize
+        held = (MODULATED_BYTES if "scale" in self.given else HELD_BYTES) // self.x.dtype.itemsize
         return held if self.vector > 1 else min(held, HELD_APART)
 
     @property
     def unsupported(self) -> str | None:
-        """Why no kernel here takes these types."""
-        for spec in (self.x, self.weight, self.residual):
-            if spec is not None and spec.dtype not in DTYPES:
+        """Why no kernel here takes the call."""
+        for spec in self.given.values():
+            if spec.dtype not in DTYPES:
                 accepted = ", ".join(str(dtype)[6:] for dtype in DTYPES)
                 return f"{str(spec.dtype)[6:]} is not one of {accepted}"
-        return None
+        return self.refused
 
     def build(
         self, fn: str, *arguments: str, warps: int, pdl: bool, **constexprs: Any
     ) -> TritonBuild:
         """Compile ``fn``, whose run-time arguments are ``arguments``; absent tensors are None."""
-        tensors = {
-            **dict.fromkeys(("x", "y", "source"), self.x),
-            **dict.fromkeys(("residual", "total"), self.residual),
-            "weight": self.weight,
-        }
-        scalars = {
-            "rows": "i64",
-            "length": "i32" if self.length < 2**30 else "i64",
-            "eps": "fp32",
-            "sums": "*fp32",
-        }
-        signature: list[tuple[str, str]] = []
-        absent: dict[str, None] = {}
-        for name in arguments:
-            if name in scalars:
-                signature.append((name, scalars[name]))
-            elif (spec := tensors[name]) is None:
-                absent[name] = None
-            else:
-                signature.append((name, pointer_to(spec.dtype)))
+        kinds = {name: pointer_to(spec.dtype) for name, spec in self.given.items()}
+        kinds |= {"y": kinds["x"], "source": kinds["x"], "sums": "*fp32"}
+        if self.added:
+            kinds["total"] = kinds["x"]
+        if self.quantised is not None:
+            kinds |= {"quanta": "*fp32", "y": "*u8" if self.quantised.is_floating_point else "*i8"}
+        if self.bound is not None:
+            kinds["bound"] = "fp32"
+        kinds |= {"rows": "i64", "length": "i32" if self.length < 2**30 else "i64", "eps": "fp32"}
+        signature = tuple((name, kinds[name]) for name in arguments if name in kinds)
+        absent = {name: None for name in arguments if name not in kinds}
         # Where rows begin anywhere, elements are read one by one, coalesced. Wider reads of the
         # weight would have Triton give each thread several neighbours, and scatter the others.
         wide = self.vector > 1
+        narrow = ("weight", "bias", "quanta", "sums") if self.groups else ("quanta", "sums")
+        constants = {**absent, "N": self.length, "VECTOR": self.vector, **constexprs}
         return TritonBuild(
             fn,
-            tuple(signature),
-            tuple({**absent, "N": self.length, "VECTOR": self.vector, **constexprs}.items()),
+            signature,
+            tuple({**constants, "CENTRED": self.centred}.items()),
             num_warps=warps,
             num_stages=1,
-            aligned=tuple(name for name, kind in signature if wide and kind[0] == "*"),
+            aligned=tuple(
+                name for name, kind in signature if wide and kind[0] == "*" and name not in narrow
+            ),
             options=(("launch_pdl", True),) if pdl else (),
         )
 
+    @property
+    def channels(self) -> dict[str, int]:
+        """The constants that say which weight is whose."""
+        return {"GROUPS": self.groups, "SPATIAL": self.spatial if self.groups else 1}
 
-def _run_rows(rows: Rows, launch: Callable[..., None], programs: int, size: int) -> Run:
+
+def _run_rows(rows: Rows, call: CallSpec, launch: Callable[..., None], grid: int, size: int) -> Run:
     """One launch, of a kernel that takes ``size`` and ``eps`` after its tensors."""
-    empty, eps = output_of(rows.x), rows.eps
+    makers = [output_of(spec) for spec in call.outputs.values() if spec is not None]
+    eps, scalars = rows.eps, () if rows.bound is None else (rows.bound,)
+    whole = len(rows.given) == len(call.inputs)
 
-    def with_residual(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
-        y, total = empty(), empty()
-        launch(programs, 1, 1, x, residual, weight, y, total, size, eps)
+    def one(*given: torch.Tensor | None) -> torch.Tensor:
+        y = make()
+        launch(grid, 1, 1, *given, y, size, eps)
+        return y
+
+    def one_of_some(*given: torch.Tensor | None) -> torch.Tensor:
+        y = make()
+        launch(grid, 1, 1, *[tensor for tensor in given if tensor is not None], y, size, eps)
+        return y
+
+    def with_total(*given: torch.Tensor | None) -> Any:
+        y, total = make(), make()
+        launch(grid, 1, 1, *given, y, total, size, eps)
         return y, total
 
-    def with_weight(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        y = empty()
-        launch(programs, 1, 1, x, weight, y, size, eps)
-        return y
+    def quantised(*given: torch.Tensor | None) -> Any:
+        q, scale, total = (maker() for maker in makers)
+        launch(
+            grid,
+            1,
+            1,
+            *given,
+            q.view(torch.uint8) if bytewise else q,
+            total,
+            scale,
+            size,
+            eps,
+            *scalars,
+        )
+        return q, scale, total
 
-    def plain(x: torch.Tensor, weight: None = None) -> torch.Tensor:
-        y = empty()
-        launch(programs, 1, 1, x, y, size, eps)
-        return y
-
-    if rows.residual is not None:
-        return with_residual
-    return plain if rows.weight is None else with_weight
+    make = makers[0]
+    if rows.quantised is not None:
+        bytewise = rows.quantised.is_floating_point
+        return quantised
+    if rows.added:
+        return with_total
+    return one if whole else one_of_some
 
 
 def _bind_empty(_: None, call: CallSpec) -> Run:
-    if Rows.of(call).residual is not None:
-        return lambda x, residual, weight: (torch.empty_like(x), torch.empty_like(x))
-    return lambda x, weight=None: torch.empty_like(x)
+    makers = [output_of(spec) for spec in call.outputs.values() if spec is not None]
+
+    def run(*_given: torch.Tensor | None) -> Any:
+        results = tuple(make() for make in makers)
+        return results if len(results) > 1 else results[0]
+
+    return run
 
 
 EMPTY = Entry(("tileops.norm", "rows without elements"), lambda: None, _bind_empty)
@@ -174,9 +259,10 @@ class Tile:
         rows = Rows.of(call)
         if rows.x.numel == 0:
             return EMPTY
+        top, least = QUANTISED[rows.quantised]
         build = rows.build(
             f"{DEVICE}:normalize_rows",
-            *("x", "residual", "weight", "y", "total", "rows", "eps"),
+            *(*TENSORS, "y", "total", "quanta", "rows", "eps", "bound"),
             warps=self.warps,
             pdl=self.dependent,
             BLOCK=next_power_of_2(rows.length),
@@ -184,6 +270,9 @@ class Tile:
             PERSISTENT=self.per_multiprocessor is not None,
             POLICY=self.policy,
             DEPENDENT=self.dependent,
+            TOP=top,
+            LEAST=least,
+            **rows.channels,
         )
         return Entry(build.identity, build, self._bind)
 
@@ -192,7 +281,7 @@ class Tile:
         programs = -(-rows.count // self.rows)
         if self.per_multiprocessor is not None:
             programs = min(programs, self.per_multiprocessor * call.device.multiprocessors)
-        return _run_rows(rows, launcher.on(call.device.index), programs, rows.count)
+        return _run_rows(rows, call, launcher.on(call.device.index), programs, rows.count)
 
 
 def tile_for(length: int, itemsize: int, vector: int) -> Tile:
@@ -339,8 +428,9 @@ class StreamedRow(Kernel):
         return 4096 if rows.vector == 1 else 16384 // rows.x.dtype.itemsize
 
     @classmethod
-    def _build(cls, rows: Rows, fn: str, *arguments: str) -> TritonBuild:
-        return rows.build(fn, *arguments, warps=cls.WARPS, pdl=False, CHUNK=cls.chunk(rows))
+    def _build(cls, rows: Rows, fn: str, *arguments: str, **constexprs: int) -> TritonBuild:
+        sizes = {"CHUNK": cls.chunk(rows), **constexprs}
+        return rows.build(fn, *arguments, warps=cls.WARPS, pdl=False, **sizes)
 
     @classmethod
     def whole(cls, call: CallSpec) -> Entry:
@@ -348,12 +438,12 @@ class StreamedRow(Kernel):
         rows = Rows.of(call)
         if rows.x.numel == 0:
             return EMPTY
-        arguments = ("x", "residual", "weight", "y", "total", "length", "eps")
-        build = cls._build(rows, f"{DEVICE}:stream_rows", *arguments)
+        arguments = (*TENSORS, "y", "total", "length", "eps")
+        build = cls._build(rows, f"{DEVICE}:stream_rows", *arguments, **rows.channels)
 
         def bind(launcher: Launcher, call: CallSpec) -> Run:
             rows = Rows.of(call)
-            return _run_rows(rows, launcher.on(call.device.index), rows.count, rows.length)
+            return _run_rows(rows, call, launcher.on(call.device.index), rows.count, rows.length)
 
         return Entry(build.identity, build, bind)
 
@@ -364,8 +454,8 @@ class StreamedRow(Kernel):
         if rows.x.numel == 0:
             return EMPTY
         sums = cls._build(rows, f"{DEVICE}:chunk_sums", "x", "residual", "total", "sums")
-        arguments = ("source", "weight", "y", "sums", "eps")
-        scales = cls._build(rows, f"{DEVICE}:normalize_chunks", *arguments)
+        arguments = ("source", *TENSORS[2:], "y", "sums", "eps")
+        scales = cls._build(rows, f"{DEVICE}:normalize_chunks", *arguments, **rows.channels)
         build = functools.partial(_both, sums, scales)
         return Entry(("split", sums.identity, scales.identity), build, cls._bind_split)
 
@@ -373,25 +463,22 @@ class StreamedRow(Kernel):
     def _bind_split(cls, launchers: tuple[Launcher, Launcher], call: CallSpec) -> Run:
         rows = Rows.of(call)
         add_up, scale = (launcher.on(call.device.index) for launcher in launchers)
-        empty_like, empty, eps = torch.empty_like, torch.empty, rows.eps
         programs = rows.count * -(-rows.length // cls.chunk(rows))
+        make, eps = output_of(rows.x), rows.eps
+        shape = (programs, 2) if rows.centred else (programs,)
+        make_sums = output_of(TensorSpec.contiguous_of(shape, torch.float32, rows.x.device))
 
-        def sums_for(x: torch.Tensor) -> torch.Tensor:
-            return empty(programs, dtype=torch.float32, device=x.device)
-
-        def with_residual(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
-            y, total, sums = empty_like(x), empty_like(x), sums_for(x)
+        def with_residual(x: torch.Tensor, residual: torch.Tensor, *others: torch.Tensor) -> Any:
+            y, total, sums = make(), make(), make_sums()
             add_up(programs, 1, 1, x, residual, total, sums)
-            scale(programs, 1, 1, total, weight, y, sums, eps)
+            scale(programs, 1, 1, total, *others, y, sums, eps)
             return y, total
 
-        def without(x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
-            y, sums = empty_like(x), sums_for(x)
+        def without(x: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
+            y, sums = make(), make_sums()
             add_up(programs, 1, 1, x, sums)
-            if weight is None:
-                scale(programs, 1, 1, x, y, sums, eps)
-            else:
-                scale(programs, 1, 1, x, weight, y, sums, eps)
+            present = [tensor for tensor in others if tensor is not None]
+            scale(programs, 1, 1, x, *present, y, sums, eps)
             return y
 
-        return without if rows.residual is None else with_residual
+        return with_residual if rows.added else without

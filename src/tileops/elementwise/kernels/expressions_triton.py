@@ -1,0 +1,420 @@
+"""What elementwise ops compute, one device function for each, named as ``expressions.py`` says.
+
+Floating-point values come in float32, others in their own dtype; what is returned is rounded to the
+output's dtype. What torch's kernels give for NaN, infinities and zeros of both signs holds here too.
+"""
+
+# ruff: noqa: A001, A004  (an expression has the name of its op)
+
+import triton
+import triton.language as tl
+
+from tileops.elementwise.kernels.functions_triton import (
+    exp,
+    expm1,
+    floordivide,
+    log1p,
+    negated,
+    number,
+    pow,
+    pow_float32,
+    remainder,
+    round_even,
+    truncated,
+)
+
+__all__ = ["floordivide", "pow", "pow_float32", "remainder"]
+
+NANS: tl.constexpr = tl.constexpr(tl.PropagateNan.ALL)
+
+# ---- arithmetic of two tensors -----------------------------------------------------------------------
+
+
+@triton.jit
+def add(x, y, alpha):
+    if x.dtype.is_floating():
+        return tl.fma(y, alpha, x)
+    elif x.dtype.is_int1():
+        return x | (y & (alpha != 0))
+    else:
+        return x + y * alpha
+
+
+@triton.jit
+def sub(x, y, alpha):
+    if x.dtype.is_floating():
+        return tl.fma(y, -alpha, x)
+    else:
+        return x - y * alpha
+
+
+@triton.jit
+def mul(x, y):
+    return x & y if x.dtype.is_int1() else x * y
+
+
+@triton.jit
+def div(x, y):
+    return tl.div_rn(x, y)
+
+
+@triton.jit
+def div_trunc(x, y):
+    return truncated(tl.div_rn(x, y))
+
+
+@triton.jit
+def div_floor(x, y):
+    return floordivide(x, y)
+
+
+@triton.jit
+def maximum(x, y):
+    return tl.maximum(number(x), number(y), propagate_nan=NANS)
+
+
+@triton.jit
+def minimum(x, y):
+    return tl.minimum(number(x), number(y), propagate_nan=NANS)
+
+
+@triton.jit
+def lerptensor(x, end, weight):
+    # From the nearer end, so that a weight of 1 gives the end itself.
+    gap = end - x
+    return tl.where(tl.abs(weight) < 0.5, x + weight * gap, end - gap * (1.0 - weight))
+
+
+@triton.jit
+def lerpscalar(x, end, weight):
+    gap = end - x
+    near = (weight > -0.5) & (weight < 0.5)
+    return tl.where(near, x + weight * gap, end - gap * (1.0 - weight))
+
+
+# ---- comparisons, logic, bits --------------------------------------------------------------------------
+
+
+@triton.jit
+def eq(x, y):
+    return number(x) == number(y)
+
+
+@triton.jit
+def ne(x, y):
+    return number(x) != number(y)
+
+
+@triton.jit
+def gt(x, y):
+    return number(x) > number(y)
+
+
+@triton.jit
+def lt(x, y):
+    return number(x) < number(y)
+
+
+@triton.jit
+def ge(x, y):
+    return number(x) >= number(y)
+
+
+@triton.jit
+def le(x, y):
+    return number(x) <= number(y)
+
+
+@triton.jit
+def logicaland(x, y):
+    return (x != 0) & (y != 0)
+
+
+@triton.jit
+def logicalor(x, y):
+    return (x != 0) | (y != 0)
+
+
+@triton.jit
+def logicalnot(x):
+    return x == 0
+
+
+@triton.jit
+def bitwiseand(x, y):
+    return x & y
+
+
+@triton.jit
+def bitwiseor(x, y):
+    return x | y
+
+
+@triton.jit
+def bitwisexor(x, y):
+    return x ^ y
+
+
+@triton.jit
+def bitwisenot(x):
+    if x.dtype.is_int1():
+        return x == 0
+    elif x.dtype == tl.uint8:
+        return 255 - x
+    else:
+        return -1 - x
+
+
+@triton.jit
+def isnan(x):
+    return x != x
+
+
+@triton.jit
+def isinf(x):
+    return tl.abs(x) == float("inf") if x.dtype.is_floating() else x != x
+
+
+@triton.jit
+def isfinite(x):
+    return tl.abs(x) < float("inf") if x.dtype.is_floating() else x == x
+
+
+# ---- selection and bounds ------------------------------------------------------------------------------
+
+
+@triton.jit
+def where(condition, x, y):
+    return tl.where(condition, x, y)
+
+
+@triton.jit
+def maskedfillscalar(x, mask, value):
+    return tl.where(mask, value, x)
+
+
+@triton.jit
+def maskedfilltensor(x, mask, value):
+    return tl.where(mask, value, x)
+
+
+@triton.jit
+def clamptensor(x, low, high):
+    return tl.minimum(
+        tl.maximum(number(x), number(low), propagate_nan=NANS), number(high), propagate_nan=NANS
+    )
+
+
+@triton.jit
+def clamptensor_min(x, low):
+    return maximum(x, low)
+
+
+@triton.jit
+def clamptensor_max(x, high):
+    return minimum(x, high)
+
+
+@triton.jit
+def clampscalar(x, low, high):
+    return tl.minimum(tl.maximum(x, low, propagate_nan=NANS), high, propagate_nan=NANS)
+
+
+@triton.jit
+def nantonum(x, nan, posinf, neginf):
+    finite = tl.where(x == float("inf"), posinf, tl.where(x == float("-inf"), neginf, x))
+    return tl.where(x != x, nan, finite)
+
+
+# ---- functions of one number ---------------------------------------------------------------------------
+
+
+@triton.jit
+def abs(x):
+    return tl.abs(x)
+
+
+@triton.jit
+def neg(x):
+    return negated(x) if x.dtype.is_floating() else 0 - x
+
+
+@triton.jit
+def sign(x):
+    return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
+
+
+@triton.jit
+def reciprocal(x):
+    return tl.div_rn(1.0, x.to(tl.float32))
+
+
+@triton.jit
+def sqrt(x):
+    return tl.sqrt_rn(x)
+
+
+@triton.jit
+def rsqrt(x):
+    return tl.rsqrt(x)
+
+
+@triton.jit
+def log(x):
+    return tl.log(x)
+
+
+@triton.jit
+def sin(x):
+    return tl.sin(x)
+
+
+@triton.jit
+def cos(x):
+    return tl.cos(x)
+
+
+@triton.jit
+def erf(x):
+    return tl.erf(x)
+
+
+@triton.jit
+def floor(x):
+    return tl.floor(x) if x.dtype.is_floating() else x
+
+
+@triton.jit
+def ceil(x):
+    return tl.ceil(x) if x.dtype.is_floating() else x
+
+
+@triton.jit
+def trunc(x):
+    return truncated(x) if x.dtype.is_floating() else x
+
+
+@triton.jit
+def round(x):
+    return round_even(x) if x.dtype.is_floating() else x
+
+
+@triton.jit
+def round_decimals(x, power_of_10):
+    return tl.div_rn(round_even(x * power_of_10), power_of_10)
+
+
+@triton.jit
+def round_tens(x, power_of_10):
+    return round_even(tl.div_rn(x, power_of_10)) * power_of_10
+
+
+# ---- activations -----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def relu(x):
+    return tl.maximum(x, 0.0, propagate_nan=NANS)
+
+
+@triton.jit
+def leakyrelu(x, negative_slope):
+    return tl.where(x > 0.0, x, x * negative_slope)
+
+
+@triton.jit
+def prelu(x, weight):
+    return tl.where(x > 0.0, x, x * weight)
+
+
+@triton.jit
+def elu(x, alpha):
+    return tl.where(x > 0.0, x, expm1(x) * alpha)
+
+
+@triton.jit
+def selu(x):
+    # The constants of Klambauer et al., 2017: scale, and scale * alpha.
+    return tl.where(x > 0.0, x * 1.0507009873554805, expm1(x) * 1.7580993408473766)
+
+
+@triton.jit
+def hardtanh(x, low, high):
+    return clampscalar(x, low, high)
+
+
+@triton.jit
+def hardsigmoid(x):
+    return clampscalar(x + 3.0, 0.0, 6.0) * 0.16666666666666666
+
+
+@triton.jit
+def hardswish(x):
+    return x * clampscalar(x + 3.0, 0.0, 6.0) * 0.16666666666666666
+
+
+@triton.jit
+def sigmoid(x):
+    return tl.div_rn(1.0, 1.0 + exp(-x))
+
+
+@triton.jit
+def tanh(x):
+    grown = expm1(tl.minimum(2.0 * tl.abs(x), 40.0))
+    size = tl.div_rn(grown, grown + 2.0)
+    return tl.where(x != x, x, tl.where(x < 0.0, -size, tl.where(x == 0.0, x, size)))
+
+
+@triton.jit
+def softplus(x, beta, threshold):
+    scaled = x * beta
+    return tl.where(scaled > threshold, x, log1p(exp(scaled)) / beta)
+
+
+@triton.jit
+def mish(x):
+    # tanh(log(1 + e**x)) is n / (n + 2) for n = e**x * (e**x + 2), which is 1 where e**x is large.
+    power_of_e = exp(tl.minimum(x, 20.0, propagate_nan=NANS))
+    n = power_of_e * (power_of_e + 2.0)
+    return x * tl.div_rn(n, n + 2.0)
+
+
+@triton.jit
+def silu(x):
+    value, _ = silu_and_slope(x)
+    return value
+
+
+@triton.jit
+def gelu_none(x):
+    value, _ = gelu_none_and_slope(x)
+    return value
+
+
+@triton.jit
+def gelu_tanh(x):
+    value, _ = gelu_tanh_and_slope(x)
+    return value
+
+
+# ---- activations with their slopes, for gates ----------------------------------------------------------
+
+
+@triton.jit
+def silu_and_slope(x):
+    """Minus infinity gives NaN as torch does."""
+    s = 1.0 / (1.0 + exp(-x))
+    return x * s, s * (1.0 + x * (1.0 - s))
+
+
+@triton.jit
+def gelu_none_and_slope(x):
+    cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+    return x * cdf, cdf + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
+
+
+@triton.jit
+def gelu_tanh_and_slope(x):
+    # (1 + tanh(u)) / 2 is sigmoid(2u), which loses nothing where tanh is near -1.
+    s = 1.0 / (1.0 + exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    return x * s, s + x * s * (1.0 - s) * (1.5957691216057308 * (1.0 + 0.134145 * x * x))

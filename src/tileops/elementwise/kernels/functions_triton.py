@@ -1,0 +1,185 @@
+"""Functions of float32 that Triton lacks or has less exactly, for ``expressions_triton.py``.
+
+Each is written in operations that Triton's interpreter has too.
+"""
+
+# ruff: noqa: A001  (pow is also the expression of an op)
+
+import triton
+import triton.language as tl
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LOG2_E_REST: tl.constexpr = tl.constexpr(1.925963033500712e-08)
+"""log2(e) less its float32."""
+LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+LN_2_HIGH: tl.constexpr = tl.constexpr(0.693145751953125)
+"""ln(2) in 13 bits: its product with an exponent is exact."""
+LN_2_REST: tl.constexpr = tl.constexpr(1.4286068203094173e-06)
+
+
+@triton.jit
+def number(x):
+    """Bools as numbers: as one bit, true would be -1."""
+    return x.to(tl.uint8) if x.dtype.is_int1() else x
+
+
+@triton.jit
+def negated(x):
+    """With the sign of a zero, which Triton's ``-x``, being ``0 - x``, loses."""
+    return x * -1.0
+
+
+@triton.jit
+def truncated(x):
+    return tl.where(x < 0.0, tl.ceil(x), tl.floor(x))
+
+
+@triton.jit
+def round_even(x):
+    """To the nearest integer, ties to even."""
+    # Beside 2**23 float32 has no fractions: adding it rounds.
+    size = tl.abs(x)
+    whole = tl.where(size < 8388608.0, (size + 8388608.0) - 8388608.0, size)
+    return tl.where((x < 0.0) | (1.0 / x < 0.0), negated(whole), whole)
+
+
+@triton.jit
+def exp(x):
+    """``e**x``: ``x * log2(e)`` in two parts, since the rounding of a large one would be seen."""
+    high = x * LOG2_E
+    rest = tl.fma(x, LOG2_E, -high) + x * LOG2_E_REST
+    power = tl.exp2(high)
+    # Of infinities the rest is NaN.
+    return tl.where(tl.abs(high) < 150.0, tl.fma(power, rest * LN_2, power), power)
+
+
+@triton.jit
+def expm1(x):
+    bounded = tl.where(x < -100.0, -100.0, x)
+    n = tl.minimum(tl.floor(bounded * LOG2_E + 0.5), 128.0)
+    f = tl.fma(n, -LN_2_REST, tl.fma(n, -LN_2_HIGH, bounded))
+    # The series of (e**f - 1) / f for |f| < ln(2) / 2; the next term is below 2**-26.
+    series = 1.0 / 5040.0 + f * (1.0 / 40320.0)
+    series = tl.fma(series, f, 1.0 / 720.0)
+    series = tl.fma(series, f, 1.0 / 120.0)
+    series = tl.fma(series, f, 1.0 / 24.0)
+    series = tl.fma(series, f, 1.0 / 6.0)
+    series = tl.fma(series, f, 0.5)
+    series = tl.fma(series * f, f, f)
+    half = tl.exp2(n - 1.0)  # 2**n itself may be too large
+    result = 2.0 * tl.fma(half, series, half - 0.5)
+    return tl.where(x == 0.0, x, result)
+
+
+@triton.jit
+def log1p(x):
+    """``log(1 + x)``: what the sum's rounding does to its logarithm it does to ``sum - 1`` as well."""
+    total = 1.0 + x
+    corrected = tl.log(total) * tl.div_rn(x, total - 1.0)
+    return tl.where((total == 1.0) | (x == float("inf")), x, corrected)
+
+
+@triton.jit
+def _sign_differs(x, y):
+    return (x < 0.0) != (y < 0.0)
+
+
+@triton.jit
+def floordivide(x, y):
+    """``floor(x / y)`` of the exact quotient, as far as float32 has integers of its size."""
+    quotient = tl.div_rn(x, y)
+    whole = tl.floor(quotient)
+    # A quotient just below an integer may have been rounded to it.
+    beyond = tl.fma(-whole, y, x)
+    above = (whole == quotient) & (((beyond < 0.0) & (y > 0.0)) | ((beyond > 0.0) & (y < 0.0)))
+    whole = tl.where(above & (tl.abs(quotient) < 8388608.0), whole - 1.0, whole)
+    # A quotient that is too small for float32, or of an infinite y, is still below 0.
+    whole = tl.where((quotient == 0.0) & (x != 0.0) & _sign_differs(x, y), -1.0, whole)
+    # torch takes the remainder first, and an infinite x has none.
+    return tl.where((tl.abs(x) == float("inf")) & (y != 0.0), float("nan"), whole)
+
+
+@triton.jit
+def _reduced(left, divisor):
+    """``left`` less a multiple of ``divisor``, exactly: both positive, the quotient below 2**24."""
+    rest = tl.fma(-tl.floor(tl.div_rn(left, divisor)), divisor, left)
+    return tl.where(rest < 0.0, rest + divisor, rest)
+
+
+@triton.jit
+def remainder(x, y):
+    """``x - floor(x / y) * y``, exactly, with the sign of ``y``."""
+    plain = (tl.abs(x) < float("inf")) & (tl.abs(y) < float("inf")) & (tl.abs(y) > 1.2e-38)
+    left, divisor = tl.where(plain, tl.abs(x), 0.0), tl.where(plain, tl.abs(y), 1.0)
+    bits = divisor.to(tl.int32, bitcast=True)
+    longer = (left.to(tl.int32, bitcast=True) >> 23) - (bits >> 23)
+    # Quotients of more than 22 bits are rare: 22 bits at a time, by the divisor times a power of 2.
+    while tl.max(longer) > 22:
+        shift = tl.maximum(longer - 22, 0)
+        left = _reduced(left, (bits + (shift << 23)).to(tl.float32, bitcast=True))
+        longer = (left.to(tl.int32, bitcast=True) >> 23) - (bits >> 23)
+    rest = _reduced(left, divisor)
+    rest = tl.where(x.to(tl.int32, bitcast=True) < 0, negated(rest), rest)
+    # Of an infinite y every number is its own remainder; of 0 there is none.
+    own = (tl.abs(x) < float("inf")) & (tl.abs(y) == float("inf"))
+    none = (tl.abs(x) == float("inf")) | (x != x) | (y != y) | (y == 0.0)
+    rest = tl.where(none, float("nan"), tl.where(own, x, rest))
+    return tl.where((rest != 0.0) & _sign_differs(rest, y), rest + y, rest)
+
+
+@triton.jit
+def _signed_power(x, y, size):
+    """``size`` is ``|x|**y``."""
+    whole = tl.floor(y) == y
+    odd = whole & (tl.floor(y * 0.5) * 2.0 != y)
+    negative = x.to(tl.int32, bitcast=True) < 0
+    result = tl.where(negative & odd, negated(size), size)
+    return tl.where((x < 0.0) & ~whole & (x > float("-inf")), float("nan"), result)
+
+
+@triton.jit
+def _is_one(x, y):
+    """Where ``|x|**y`` is 1 whatever its logarithm says."""
+    return (y == 0.0) | (x == 1.0) | ((x == -1.0) & (y == y))
+
+
+@triton.jit
+def pow(x, y):
+    """``x**y``, exact enough for 11 bits."""
+    exponent = tl.where(_is_one(x, y), 0.0, y * tl.log2(tl.abs(x)))
+    return _signed_power(x, y, tl.exp2(exponent))
+
+
+@triton.jit
+def pow_float32(x, y):
+    """``x**y`` with the logarithm in two parts, since ``y`` multiplies its error."""
+    size = tl.abs(x)
+    tiny = size < 1.1754943508222875e-38
+    bits = tl.where(tiny, size * 16777216.0, size).to(tl.int32, bitcast=True)
+    # |x| is m * 2**e with m from sqrt(1/2) to sqrt(2).
+    e = (bits - 0x3F3504F3) >> 23
+    f = (bits - (e << 23)).to(tl.float32, bitcast=True) - 1.0
+    e = tl.where(tiny, e - 24, e).to(tl.float32)
+    # log(m) is 2 * artanh(q) for q = (m - 1) / (m + 1); rest is what the quotient's rounding left out.
+    inverse = tl.div_rn(1.0, f + 2.0)
+    q = f * inverse
+    rest = inverse * tl.fma(-q, f, tl.fma(-2.0, q, f))
+    s = q * q
+    series = tl.fma(s, 1.0 / 9.0, 1.0 / 7.0)
+    series = tl.fma(series, s, 0.2)
+    series = tl.fma(series, s, 1.0 / 3.0)
+    double = 2.0 * q
+    high = double * LOG2_E
+    low = tl.fma(double, LOG2_E, -high) + double * LOG2_E_REST
+    low += 2.0 * LOG2_E * tl.fma(series, s * q, rest)
+    summed = e + high
+    low += (e - summed) + high
+    total = summed + low
+    low = (summed - total) + low
+    total = tl.where(size == 0.0, float("-inf"), tl.where(size < float("inf"), total, size))
+    exponent = y * total
+    more = tl.fma(y, total, -exponent) + y * low
+    result = tl.exp2(exponent)
+    corrected = tl.fma(result, more * LN_2, result)
+    result = tl.where(tl.abs(exponent) < 150.0, corrected, result)
+    return _signed_power(x, y, tl.where(_is_one(x, y), 1.0, result))

@@ -1,0 +1,49 @@
+"""Device code of ``gated.py``."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _tile(rows, column_groups, column_tiles, GRAIN: tl.constexpr, ROWS: tl.constexpr,
+          COLUMNS: tl.constexpr):  # fmt: skip
+    """Of this program: the first row and column, the row pitch of the output, offsets inside the tile
+    in pitches of one and of two rows, and what lies inside."""
+    columns = column_groups * GRAIN  # so that the compiler knows what divides a row
+    tile = tl.program_id(0)
+    first_row = (tile // column_tiles).to(tl.int64) * ROWS
+    first_column = (tile % column_tiles).to(tl.int64) * COLUMNS
+    # 32 bits address the inside of a tile: it has one row, or its rows are shorter than a tile.
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows - first_row) & (column < columns - first_column)
+    stride = columns.to(tl.int32)
+    narrow, wide = row * stride + column, row * (2 * stride) + column
+    to, at = first_row * columns + first_column, first_row * (2 * columns) + first_column
+    return to, at, columns, narrow, wide, inside
+
+
+@triton.jit
+def gated(input, output, rows, column_groups, column_tiles, ACTIVATION: tl.constexpr,
+          GRAIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    to, at, columns, narrow, wide, inside = _tile(
+        rows, column_groups, column_tiles, GRAIN, ROWS, COLUMNS
+    )
+    gate = tl.load(input + at + wide, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(input + at + columns + wide, mask=inside, other=0.0).to(tl.float32)
+    value, _ = ACTIVATION(gate)
+    tl.store(output + to + narrow, value * up, mask=inside)
+
+
+@triton.jit
+def gated_backward(grad_output, input, grad_input, rows, column_groups, column_tiles,
+                   ACTIVATION: tl.constexpr, GRAIN: tl.constexpr, ROWS: tl.constexpr,
+                   COLUMNS: tl.constexpr):  # fmt: skip
+    to, at, columns, narrow, wide, inside = _tile(
+        rows, column_groups, column_tiles, GRAIN, ROWS, COLUMNS
+    )
+    grad = tl.load(grad_output + to + narrow, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(input + at + wide, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(input + at + columns + wide, mask=inside, other=0.0).to(tl.float32)
+    value, slope = ACTIVATION(gate)
+    tl.store(grad_input + at + wide, grad * up * slope, mask=inside)
+    tl.store(grad_input + at + columns + wide, grad * value, mask=inside)

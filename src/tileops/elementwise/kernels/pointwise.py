@@ -1,0 +1,298 @@
+"""One scheme for every op whose outputs each depend on one element of each input.
+
+An op's device function in ``expressions_triton.py`` is a compile-time argument of the two kernels: over
+flat memory, and over rows that broadcast. The numbers among an op's parameters are run-time arguments.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+
+import torch
+
+from tileops.authoring import CallSpec, Entry, Kernel, Run, TensorSpec
+from tileops.elementwise.kernels.expressions import expression_of
+from tileops.lib.launch import (
+    DeviceFunction,
+    Launcher,
+    TritonBuild,
+    cdiv,
+    next_power_of_2,
+    output_of,
+    pointer_to,
+)
+
+__all__ = ["ClampScalar", "NanToNum", "PReLU", "Pointwise", "Pow", "Round", "collapsed"]
+
+DEVICE = f"{__name__}_triton"
+
+TILE_BYTES = 2048
+"""Of the widest tensor in one program of 4 warps, a 16-byte vector for each thread: the fastest of 2 to
+16 KiB for SiLU on an H200."""
+WARPS = 4
+OUTER = 3
+"""Most axes outside the innermost that the broadcasting kernel walks."""
+
+Shape = tuple[int, ...]
+
+
+def collapsed(shape: Shape, operands: Sequence[Shape]) -> tuple[list[int], list[list[int]]]:
+    """The axes that a loop over ``shape`` needs, outermost first, and the strides of each contiguous
+    operand along them (0 where it broadcasts): neighbours that every operand walks as one are one."""
+    sizes: list[int] = []
+    strides: list[list[int]] = [[] for _ in operands]
+    steps = [1] * len(operands)
+    for axis in range(1, len(shape) + 1):
+        size, here = shape[-axis], []
+        for n, operand in enumerate(operands):
+            own = operand[-axis] if axis <= len(operand) else 1
+            here.append(steps[n] if own != 1 else 0)
+            steps[n] *= own
+        if size == 1:
+            continue
+        if sizes and all(s == kept[0] * sizes[0] for s, kept in zip(here, strides, strict=True)):
+            sizes[0] *= size
+            continue
+        sizes.insert(0, size)
+        for kept, step in zip(strides, here, strict=True):
+            kept.insert(0, step)
+    return sizes, strides
+
+
+class Pointwise(Kernel):
+    """Any shapes, dtypes and alignments; floating-point values are computed in float32."""
+
+    name = "triton_pointwise"
+    general = True
+
+    # -- what an op may say of itself ----------------------------------------------------------
+
+    @classmethod
+    def expression(cls, call: CallSpec) -> DeviceFunction:
+        """The device function."""
+        return expression_of(call)
+
+    @classmethod
+    def scalars(cls, call: CallSpec) -> tuple[float, ...]:
+        """Its run-time arguments after the tensors."""
+        given = vars(call.params).values()
+        return tuple(v for v in given if isinstance(v, int | float) and not isinstance(v, bool))
+
+    @classmethod
+    def shapes(cls, call: CallSpec) -> list[Shape]:
+        """The shapes as which the inputs that are given broadcast."""
+        return [spec.shape for spec in call.inputs.values() if spec is not None]
+
+    # -- the kernel ----------------------------------------------------------------------------
+
+    @classmethod
+    def refuses(cls, call: CallSpec) -> str | None:
+        if torch.float64 in {spec.dtype for spec in call.inputs.values() if spec is not None}:
+            return "float64: it computes in float32"
+        axes = len(collapsed(_output(call).shape, cls.shapes(call))[0])
+        if axes > OUTER + 1:
+            return f"the shapes broadcast along {axes} axes (at most {OUTER + 1})"
+        return None
+
+    @classmethod
+    def entry_for(cls, call: CallSpec) -> Entry:
+        return cls._entry(call, 1, WARPS)
+
+    @classmethod
+    def candidates(cls, call: CallSpec) -> list[Entry]:
+        return [cls._entry(call, *size) for size in ((1, 4), (2, 4), (2, 8), (4, 8), (1, 2))]
+
+    @classmethod
+    def _entry(cls, call: CallSpec, times: int, warps: int) -> Entry:
+        specs = _given(call)
+        widest = max(spec.dtype.itemsize for spec in (*specs, _output(call)))
+        block = times * TILE_BYTES // widest
+        sizes, strides = collapsed(_output(call).shape, cls.shapes(call))
+        make = _flat if len(sizes) < 2 else _broadcasting
+        build, launches = make(cls, call, block, warps, sizes, strides)
+
+        def bind(launcher: Launcher, call: CallSpec) -> Run:
+            return _bind(launcher, call, launches)
+
+        return Entry(build.identity, build, bind)
+
+
+def _given(call: CallSpec) -> list[TensorSpec]:
+    return [spec for spec in call.inputs.values() if spec is not None]
+
+
+def _output(call: CallSpec) -> TensorSpec:
+    (output,) = call.outputs.values()
+    assert output is not None
+    return output
+
+
+Numbers = tuple[float, ...]
+Made = tuple[TritonBuild, tuple[int, Numbers]]
+"""A build, and for one call its programs and the numbers after the tensors."""
+
+
+def _build(
+    cls: type[Pointwise],
+    call: CallSpec,
+    kernel: str,
+    numbers: dict[str, str | int],
+    constants: dict[str, object],
+    warps: int,
+    steps: Sequence[int],
+) -> TritonBuild:
+    """``numbers``: each size or stride with its type, or its value where that is compiled in."""
+    specs, output, scalars = _given(call), _output(call), cls.scalars(call)
+    floating = specs[0].dtype.is_floating_point
+    kind = "fp32" if floating else "i64" if specs[0].dtype is torch.int64 else "i32"
+    tensors = dict(zip("abc", specs, strict=False))
+    aligned = [n for (n, s), step in zip(tensors.items(), steps, strict=True) if s.aligned and step]
+    in_place = bool(call.written)
+    if specs[0].aligned or not in_place:
+        aligned.append("y")
+    return TritonBuild(
+        f"{DEVICE}:{kernel}",
+        signature=(
+            *((name, pointer_to(spec.dtype)) for name, spec in tensors.items()),
+            ("y", pointer_to(output.dtype)),
+            *((name, given) for name, given in numbers.items() if isinstance(given, str)),
+            *((name, kind) for name in "pqr"[: len(scalars)]),
+        ),
+        constexprs=(
+            ("EXPRESSION", cls.expression(call)),
+            ("TENSORS", len(specs)),
+            ("SCALARS", len(scalars)),
+            *((name, None) for name in "abc"[len(specs) :]),
+            *((name, None) for name in "pqr"[len(scalars) :]),
+            *((name, given) for name, given in numbers.items() if not isinstance(given, str)),
+            *constants.items(),
+        ),
+        num_warps=warps,
+        aligned=tuple(aligned),
+    )
+
+
+def _scalars(cls: type[Pointwise], call: CallSpec) -> Numbers:
+    """As the launch takes them: what float32 cannot hold becomes infinite, as in a conversion."""
+    floating = _given(call)[0].dtype.is_floating_point
+    return tuple(ctypes.c_float(s).value if floating else int(s) for s in cls.scalars(call))
+
+
+def _flat(
+    cls: type[Pointwise], call: CallSpec, block: int, warps: int, sizes: list[int],
+    strides: list[list[int]],
+) -> Made:  # fmt: skip
+    count = _output(call).numel
+    steps = [stride[0] if stride else 1 for stride in strides]
+    constants = {"STEPS": (*steps, 0, 0)[:3], "BLOCK": block, "TAIL": block // 4}
+    build = _build(cls, call, "flat", {"n": "i64"}, constants, warps, steps)
+    return build, (cdiv(count, block), (count, *_scalars(cls, call)))
+
+
+def _broadcasting(
+    cls: type[Pointwise], call: CallSpec, block: int, warps: int, sizes: list[int],
+    strides: list[list[int]],
+) -> Made:  # fmt: skip
+    columns, outer = sizes[-1], sizes[-2::-1]
+    grain = math.gcd(columns, 16)
+    width = min(next_power_of_2(columns), block)
+    height, column_tiles, rows = block // width, cdiv(columns, width), math.prod(outer)
+    kind = "i32" if _output(call).numel < 1 << 31 else "i64"
+    # A stride that the kernel walks is a number of grains; one of 0 is compiled in.
+    given: dict[str, int] = {f"n{d}": outer[d] for d in range(min(len(outer), OUTER) - 1)}
+    for name, stride in zip("abc", strides, strict=False):
+        for d, step in enumerate(stride[-2::-1]):
+            given[f"{name}{d}"] = step // grain if stride[-1] else step
+    numbers: dict[str, str | int] = {"rows": "i64", "groups": "i64", "column_tiles": "i32"}
+    for name in ("n0", "n1", *(f"{t}{d}" for t in "abc" for d in range(OUTER))):
+        numbers[name] = kind if given.get(name) else 0
+    steps = [stride[-1] for stride in strides]
+    constants = {
+        "STEPS": (*steps, 0, 0)[:3], "OUTER": len(outer), "WIDE": kind == "i64", "GRAIN": grain,
+        "ROWS": height, "COLUMNS": width,
+    }  # fmt: skip
+    build = _build(cls, call, "broadcasting", numbers, constants, warps, steps)
+    passed = [given[name] for name in numbers if given.get(name)]
+    programs = cdiv(rows, height) * column_tiles
+    return build, (
+        programs, (rows, columns // grain, column_tiles, *passed, *_scalars(cls, call)),
+    )  # fmt: skip
+
+
+def _bind(launcher: Launcher, call: CallSpec, launches: tuple[int, Numbers]) -> Run:
+    launch, (programs, numbers) = launcher.on(call.device.index), launches
+    if call.written:
+
+        def in_place(x: torch.Tensor) -> None:
+            if programs:
+                launch(programs, 1, 1, x, x, *numbers)
+
+        return in_place
+    fresh, whole = output_of(_output(call)), None not in call.inputs.values()
+
+    def run(*inputs: torch.Tensor | None) -> torch.Tensor:
+        y = fresh()
+        if programs:
+            given = inputs if whole else [x for x in inputs if x is not None]
+            launch(programs, 1, 1, *given, y, *numbers)
+        return y
+
+    return run
+
+
+# ---- ops whose parameters or shapes are not their expression's arguments ---------------------------
+
+
+class ClampScalar(Pointwise):
+    """A bound that is not given is infinite."""
+
+    @classmethod
+    def scalars(cls, call: CallSpec) -> Numbers:
+        low, high = call.params.min, call.params.max
+        return (-math.inf if low is None else low, math.inf if high is None else high)
+
+
+class NanToNum(Pointwise):
+    """What is not given is the dtype's largest and lowest number."""
+
+    @classmethod
+    def scalars(cls, call: CallSpec) -> Numbers:
+        limits, given = torch.finfo(call.spec("input").dtype), call.params
+        return (
+            given.nan,
+            limits.max if given.posinf is None else given.posinf,
+            limits.min if given.neginf is None else given.neginf,
+        )
+
+
+class Pow(Pointwise):
+    """In float32 the logarithm takes more digits than float32 has."""
+
+    @classmethod
+    def expression(cls, call: CallSpec) -> DeviceFunction:
+        wide = call.spec("input").dtype is torch.float32
+        return expression_of(call, more="float32" if wide else "")
+
+
+class Round(Pointwise):
+    """Decimals multiply, tens divide."""
+
+    @classmethod
+    def expression(cls, call: CallSpec) -> DeviceFunction:
+        places = call.params.decimals
+        return expression_of(call, more="" if not places else "decimals" if places > 0 else "tens")
+
+    @classmethod
+    def scalars(cls, call: CallSpec) -> Numbers:
+        return (10.0 ** abs(call.params.decimals),) if call.params.decimals else ()
+
+
+class PReLU(Pointwise):
+    """The weight lies along axis 1."""
+
+    @classmethod
+    def shapes(cls, call: CallSpec) -> list[Shape]:
+        shape, weight = call.spec("input").shape, call.spec("weight").numel
+        return [shape, (weight, *(1 for _ in shape[2:])) if weight != 1 else ()]

@@ -1,0 +1,119 @@
+"""Device code of ``pointwise.py``: ``EXPRESSION`` is given the elements of ``TENSORS`` tensors ``a``,
+``b``, ``c`` and ``SCALARS`` numbers ``p``, ``q``, ``r``."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _wide(x):
+    if x.dtype.is_fp16() or x.dtype.is_bf16():
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def _flat_value(pointer, first, place, n, STEP: tl.constexpr, WHOLE: tl.constexpr):
+    if STEP == 0:
+        return _wide(tl.load(pointer))
+    elif WHOLE:
+        return _wide(tl.load(pointer + first + place))
+    else:
+        return _wide(tl.load(pointer + first + place, mask=place < n - first))
+
+
+@triton.jit
+def _flat_tile(a, b, c, y, first, n, p, q, r, EXPRESSION: tl.constexpr, TENSORS: tl.constexpr,
+               SCALARS: tl.constexpr, STEPS: tl.constexpr, SIZE: tl.constexpr,
+               WHOLE: tl.constexpr):  # fmt: skip
+    place = tl.arange(0, SIZE)
+    scalars = (p, q, r)[:SCALARS]
+    x = _flat_value(a, first, place, n, STEPS[0], WHOLE)
+    if TENSORS == 1:
+        result = EXPRESSION(x, *scalars)
+    else:
+        other = _flat_value(b, first, place, n, STEPS[1], WHOLE)
+        if TENSORS == 2:
+            result = EXPRESSION(x, other, *scalars)
+        else:
+            third = _flat_value(c, first, place, n, STEPS[2], WHOLE)
+            result = EXPRESSION(x, other, third, *scalars)
+    result = result.to(y.dtype.element_ty)
+    if WHOLE:
+        tl.store(y + first + place, result)
+    else:
+        tl.store(y + first + place, result, mask=place < n - first)
+
+
+@triton.jit
+def flat(a, b, c, y, n, p, q, r, EXPRESSION: tl.constexpr, TENSORS: tl.constexpr,
+         SCALARS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+         TAIL: tl.constexpr):  # fmt: skip
+    """Every tensor is as long as ``y``, or one element long (its step is 0)."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    # Whole tiles take no mask: with one, n's divisibility would decide the vector width. The last
+    # tile goes in small steps, so that the masked half of the code asks for few registers.
+    if start + BLOCK <= n:
+        _flat_tile(a, b, c, y, start, n, p, q, r, EXPRESSION, TENSORS, SCALARS, STEPS, BLOCK, True)
+    else:
+        for step in range(0, BLOCK, TAIL):
+            _flat_tile(
+                a, b, c, y, start + step, n, p, q, r, EXPRESSION, TENSORS, SCALARS, STEPS, TAIL, False
+            )  # fmt: skip
+
+
+@triton.jit
+def _row_value(pointer, index, s0, s1, s2, n0, n1, column, inside, row_inside, STEP: tl.constexpr,
+               OUTER: tl.constexpr, GRAIN: tl.constexpr):  # fmt: skip
+    if OUTER == 1:
+        offset = index * s0
+    elif OUTER == 2:
+        offset = index % n0 * s0 + index // n0 * s1
+    else:
+        rest = index // n0
+        offset = index % n0 * s0 + rest % n1 * s1 + rest // n1 * s2
+    if STEP == 0:
+        return _wide(tl.load(pointer + offset, mask=row_inside))
+    else:
+        return _wide(tl.load(pointer + (offset * GRAIN + column), mask=inside))
+
+
+@triton.jit
+def broadcasting(a, b, c, y, rows, groups, column_tiles, n0, n1, a0, a1, a2, b0, b1, b2, c0, c1, c2,
+                 p, q, r, EXPRESSION: tl.constexpr, TENSORS: tl.constexpr, SCALARS: tl.constexpr,
+                 STEPS: tl.constexpr, OUTER: tl.constexpr, WIDE: tl.constexpr,
+                 GRAIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """``y`` is rows of ``groups * GRAIN`` columns; ``n0`` rows make the innermost outer axis. ``WIDE``:
+    offsets need 64 bits."""
+    columns = groups * GRAIN  # so that the compiler knows what divides a row
+    tile = tl.program_id(0)
+    first_row = (tile // column_tiles).to(tl.int64) * ROWS
+    first_column = (tile % column_tiles).to(tl.int64) * COLUMNS
+    # 32 bits address the inside of a tile: it has one row, or its rows are shorter than a tile.
+    row, place = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
+    row_inside = row < rows - first_row
+    inside = row_inside & (place < columns - first_column)
+    column = first_column + place
+    if WIDE:
+        index = first_row + row
+    else:
+        index = first_row.to(tl.int32) + row
+        column = column.to(tl.int32)
+    scalars = (p, q, r)[:SCALARS]
+    x = _row_value(a, index, a0, a1, a2, n0, n1, column, inside, row_inside, STEPS[0], OUTER, GRAIN)
+    if TENSORS == 1:
+        result = EXPRESSION(x, *scalars)
+    else:
+        other = _row_value(
+            b, index, b0, b1, b2, n0, n1, column, inside, row_inside, STEPS[1], OUTER, GRAIN
+        )
+        if TENSORS == 2:
+            result = EXPRESSION(x, other, *scalars)
+        else:
+            third = _row_value(
+                c, index, c0, c1, c2, n0, n1, column, inside, row_inside, STEPS[2], OUTER, GRAIN
+            )
+            result = EXPRESSION(x, other, third, *scalars)
+    result = result.to(y.dtype.element_ty)
+    to = y + (first_row * columns + first_column)
+    tl.store(to + (row * columns.to(tl.int32) + place), result, mask=inside)

@@ -1,0 +1,206 @@
+"""The backward op of an op: the class that its entry names, else one derived from its decomposition."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import threading
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from tileops.engine import targets
+from tileops.engine.boundary.instances import OpState
+from tileops.engine.errors import ManifestError
+from tileops.engine.kernel import KernelInterface
+from tileops.engine.manifest.catalog import load_family
+from tileops.engine.manifest.derive import Wiring, dedicated_wiring, derived_backward
+from tileops.engine.manifest.entry import Entry
+
+__all__ = ["Gradient", "gradient_of"]
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """How an op class is differentiated."""
+
+    forward: Any
+    cls: Any
+    """The class of its backward op."""
+    wiring: Wiring
+
+    context_target = staticmethod(targets.context_target)
+
+    def call(
+        self,
+        state: OpState,
+        wants: tuple[bool, ...],
+        target: str | None,
+        args: list[Any],
+        named: dict[str, Any],
+    ) -> tuple[Any, ...]:
+        """The gradients that are wanted, None for the others. ``target``: that of the forward's
+        ``use_target``, which autograd's own threads do not see."""
+        op = state.gradients.get(wants)
+        if op is None:
+            op = state.gradients[wants] = self._make(state.op, wants)
+        if target is None or targets.context_target() is not None:
+            results = op(*args, **named)
+        else:
+            with targets.use_target(target):
+                results = op(*args, **named)
+        return results if len(wants) > 1 else (results,)
+
+    def _make(self, op: Any, wants: tuple[bool, ...]) -> Any:
+        target = op.target
+        if target is not None and targets.builder_of(target, self.cls.__name__) is None:
+            target = None  # a target need not serve gradients
+        own = {name: op._params[name] for name in self.wiring.params}
+        wished = dict(zip(self.wiring.wants, wants, strict=True))
+        return self.cls(**own, **wished, target=target)
+
+
+_lock = threading.RLock()
+
+
+def gradient_of(cls: Any) -> Gradient | None:
+    """The gradient of an op class, made at the first call; None where none flows.
+
+    Raises ``ManifestError`` where the entry names a backward op that does not fit.
+    """
+    if "_gradient" not in cls.__dict__:
+        with _lock:
+            if "_gradient" not in cls.__dict__:
+                cls._gradient = _dedicated(cls) if cls.entry.backward else _derived(cls)
+    found: Gradient | None = cls._gradient
+    return found
+
+
+def _dedicated(cls: Any) -> Gradient:
+    entry: Entry = cls.entry
+    name = str(entry.backward)
+    entries = load_family(entry.path)
+    if name not in entries:
+        raise ManifestError(entry.where, entry.name, f"backward: no entry is named '{name}'")
+    wiring = dedicated_wiring(entry, entries[name])
+    package = cls.__module__.rpartition(".")[0]
+    places = [sys.modules[cls.__module__], *([importlib.import_module(package)] if package else [])]
+    for place in places:
+        found = getattr(place, name, None)
+        if found is not None:
+            return Gradient(cls, found, wiring)
+    raise ManifestError(
+        entry.where, entry.name,
+        f"backward: neither {' nor '.join(p.__name__ for p in places)} has a class '{name}'",
+    )  # fmt: skip
+
+
+def _derived(cls: Any) -> Gradient | None:
+    from tileops.engine.op import Op
+
+    found = None if cls.decomposition is None else derived_backward(cls.entry)
+    if found is None:
+        return None
+    entry, wiring = found
+    pays = cls.kernel.compiled_from if cls.kernel is not None else None
+    body = {
+        "__module__": cls.__module__,
+        "__doc__": f"The gradient of ``{cls.__name__}``: the vector-Jacobian product of its "
+        f"decomposition, recomputed from its inputs.",
+        "decomposition": staticmethod(_vjp(cls.decomposition, cls.entry, wiring)),
+        "kernel": KernelInterface(compiled_from=pays),
+    }
+    derived = types.new_class(
+        entry.name, (Op,), {"entry": entry}, lambda namespace: namespace.update(body)
+    )
+    return Gradient(cls, derived, wiring)
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+@lru_cache(maxsize=1)
+def _autocast_keys() -> Any:
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    for name in vars(torch._C.DispatchKey):
+        if name.startswith("Autocast"):
+            keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+    return keys
+
+
+def _as_at_the_top() -> Any:
+    """Inside an operator the dispatcher has been passed, and a transform that began there would be
+    passed by too: forget how far the dispatcher has come, but for autocast, which stays off."""
+    excluded = torch._C._dispatch_tls_local_exclude_set() & _autocast_keys()
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
+def _vjp(decomposition: Callable[..., Any], entry: Entry, wiring: Wiring) -> Callable[..., Any]:
+    """The decomposition of the derived backward op."""
+    count = len(wiring.outputs)
+    outputs = [n for n, o in enumerate(entry.outputs) if o.name in wiring.outputs]
+    places = [n for n, item in enumerate(entry.inputs) if item.name in wiring.inputs]
+    names, wishes = wiring.params, wiring.wants
+
+    def vjp(*args: Any, **params: Any) -> Any:
+        grads, inputs = args[:count], args[count:]
+        own = {name: params[name] for name in names}
+        wanted = [
+            place
+            for place, wish in zip(places, wishes, strict=True)
+            if params[wish] and inputs[place] is not None
+        ]
+        given = [n for n, grad in enumerate(grads) if grad is not None]
+
+        def forward(*leaves: Any) -> Any:
+            whole = list(inputs)
+            for place, leaf in zip(wanted, leaves, strict=True):
+                whole[place] = leaf
+            results = decomposition(*whole, **own)
+            results = results if isinstance(results, tuple) else (results,)
+            return tuple(results[outputs[n]] for n in given)
+
+        primals = tuple(inputs[place] for place in wanted)
+        pulled = _pull(forward, primals, tuple(grads[n] for n in given))
+        found = dict(zip(wanted, pulled, strict=True))
+        results = tuple(found.get(place) for place in places)
+        return results[0] if len(results) == 1 else results
+
+    return vjp
+
+
+def _within_a_level() -> bool:
+    """Whether a kernel of ours runs within a level of functorch, which lets no other be opened."""
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+    key = torch._C.DispatchKey
+    return excluded(key.FuncTorchDynamicLayerFrontMode) and not excluded(
+        key.FuncTorchDynamicLayerBackMode
+    )
+
+
+def _pull(
+    forward: Callable[..., Any], primals: tuple[Any, ...], grads: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """The gradients of ``primals``, wherever the dispatcher is."""
+    if torch.compiler.is_dynamo_compiling() or not _within_a_level():
+        with _NOTHING if torch.compiler.is_compiling() else _as_at_the_top():
+            found: tuple[Any, ...] = torch.func.vjp(forward, *primals)[1](grads)
+            return found
+    # Forward over reverse. Leaves of their own are made without grad, which tangents pass.
+    from torch._functorch.eager_transforms import enable_inplace_requires_grad
+
+    with torch.no_grad(), enable_inplace_requires_grad(True):
+        leaves = [primal.view_as(primal).requires_grad_() for primal in primals]
+    with torch.enable_grad():
+        results = forward(*leaves)
+    # With a graph: some of ATen's backward functions have derivatives only then.
+    found = torch.autograd.grad(
+        results, leaves, grads, create_graph=True, allow_unused=True, materialize_grads=True
+    )
+    with torch.no_grad():  # detach() would drop the tangents too
+        return tuple(gradient.view_as(gradient) for gradient in found)

@@ -1,0 +1,80 @@
+"""Normalisation of groups of channels, and of each channel of each instance."""
+
+from __future__ import annotations
+
+import torch
+
+from tileops.authoring import KernelInterface, Op
+
+KERNELS = ("rows:RegisterRow", "rows:StreamedRow", "rows:ManyShortRows")
+
+
+class GroupNormFwdOp(Op):
+    """``y = (input - mean) / sqrt(var + eps) * weight + bias``, with the mean and biased variance of
+    each of ``num_groups`` groups of adjacent channels in each instance.
+
+    ``input``: ``[B, C, *L]``; ``weight``, ``bias``: ``[C]`` or None. API:
+    ``torch.nn.functional.group_norm``.
+    """
+
+    kernel = KernelInterface(cuda=KERNELS)
+
+    @staticmethod
+    def decomposition(
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        *,
+        num_groups: int,
+        eps: float,
+    ) -> torch.Tensor:
+        return torch.group_norm(input, num_groups, weight, bias, eps)
+
+
+class InstanceNormFwdOp(Op):
+    """``y = (input - mean) / sqrt(var + eps) * weight + bias`` for each channel of each instance.
+
+    ``input``: ``[B, C, *L]``; ``weight``, ``bias``: ``[C]`` or None. With ``use_input_stats`` mean and
+    biased variance are those over ``L``, and ``running_mean``/``running_var`` (float32 ``[C]``), where
+    passed, are written: ``(1 - momentum) * running + momentum * batch``, where ``batch`` is the mean
+    over instances, of the unbiased variance. Without it the running statistics are used. API:
+    ``torch.nn.functional.instance_norm``.
+    """
+
+    kernel = KernelInterface(cuda=KERNELS)
+
+    @staticmethod
+    def decomposition(
+        input: torch.Tensor,
+        running_mean: torch.Tensor | None,
+        running_var: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        *,
+        use_input_stats: bool,
+        momentum: float,
+        eps: float,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        channels = input.shape[1]
+        if use_input_stats:
+            output = torch.group_norm(input, max(channels, 1), weight, bias, eps)
+            if running_mean is None or running_var is None:
+                return output
+            places = list(range(2, input.ndim))
+            var, mean = torch.var_mean(input.float(), places, correction=1)
+            return (
+                output,
+                running_mean * (1 - momentum) + mean.mean(0) * momentum,
+                running_var * (1 - momentum) + var.mean(0) * momentum,
+            )
+        assert running_mean is not None
+        assert running_var is not None
+        channel = [1, -1] + [1] * (input.ndim - 2)
+        wide = torch.promote_types(input.dtype, torch.float32)
+        scale = torch.rsqrt(running_var.to(wide) + eps)
+        if weight is not None:
+            scale = scale * weight.to(wide)
+        result = (input.to(wide) - running_mean.to(wide).view(channel)) * scale.view(channel)
+        if bias is not None:
+            result = result + bias.to(wide).view(channel)
+        return result.to(input.dtype)

@@ -1,0 +1,376 @@
+"""The gradients of RMSNorm, LayerNorm and fused add RMSNorm on CUDA: two ways, by a row's length.
+
+A row that fits in registers is read once with its gradient. The programs are as many as the device
+runs at once; each adds the weight's gradient up over the rows that it takes, and a second kernel adds
+the programs' sums in one order, so equal calls give equal bits on one kind of device. A row's own
+gradient depends on no other row. Longer rows are streamed, and their columns summed by themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tileops.authoring import CallSpec, Entry, Kernel, Run, TensorSpec
+from tileops.lib.launch import (
+    Launcher,
+    TritonBuild,
+    cdiv,
+    next_power_of_2,
+    output_of,
+    pointer_to,
+)
+
+__all__ = ["HeldRows", "LongRows"]
+
+DEVICE = "tileops.norm.kernels.rows_backward_triton"
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+HELD_BYTES = 16384
+"""Longest row, in bytes, that a program holds together with its gradient and the weight's."""
+
+
+@dataclass(frozen=True)
+class BackwardRows:
+    """What a call asks of these kernels."""
+
+    call: CallSpec
+    inputs: tuple[str, ...]
+    """The kernels' names of the op's inputs, in order."""
+    outputs: tuple[str, ...]
+    """The kernels' names of the op's outputs, in order."""
+    tensors: dict[str, TensorSpec]
+    """What the call has, by the kernels' names."""
+    count: int
+    length: int
+    eps: float
+    centred: bool
+
+    @classmethod
+    def of(cls, call: CallSpec) -> BackwardRows:
+        """Reads the call of one of the three ops."""
+        inputs: tuple[str, ...] = ("grad", "x", "weight")
+        outputs: tuple[str, ...] = ("grad_x", "grad_weight")
+        if call.op == "LayerNormBwdOp":
+            outputs = ("grad_x", "grad_weight", "grad_bias")
+        elif call.op == "FusedAddRMSNormBwdOp":
+            inputs, outputs = (
+                ("grad", "added", "x", "weight"),
+                ("grad_x", "grad_again", "grad_weight"),
+            )
+            if call.outputs["grad_input"] is None:  # of the two that are equal the first is grad_x
+                outputs = ("grad_again", "grad_x", "grad_weight")
+        given = zip(
+            (*inputs, *outputs), (*call.inputs.values(), *call.outputs.values()), strict=True
+        )
+        tensors = {name: spec for name, spec in given if spec is not None}
+        if "grad_x" not in tensors:
+            tensors.pop("added", None)
+        x, eps = tensors["x"], call.params.eps
+        length = math.prod(getattr(call.params, "normalized_shape", x.shape[-1:]))
+        return cls(
+            call,
+            inputs,
+            outputs,
+            tensors,
+            count=x.numel // length if length else 0,
+            length=length,
+            eps=torch.finfo(torch.float32).eps if eps is None else float(eps),
+            centred=call.op == "LayerNormBwdOp",
+        )
+
+    @property
+    def summed(self) -> tuple[str, ...]:
+        """The gradients that are sums over rows."""
+        return tuple(name for name in ("weight", "bias") if f"grad_{name}" in self.tensors)
+
+    @property
+    def vector(self) -> int:
+        """Elements that can be read at once: at most 16 bytes, and dividing a row."""
+        if not all(spec.aligned for spec in self.tensors.values()):
+            return 1
+        return math.gcd(self.length, 16 // self.tensors["x"].dtype.itemsize)
+
+    @property
+    def unsupported(self) -> str | None:
+        """Why no kernel here takes these types."""
+        for spec in self.tensors.values():
+            if spec.dtype not in DTYPES:
+                accepted = ", ".join(str(dtype)[6:] for dtype in DTYPES)
+                return f"{str(spec.dtype)[6:]} is not one of {accepted}"
+        return None
+
+    @property
+    def dependent(self) -> bool:
+        """Whether kernels may be launched while the stream's previous one still ends."""
+        return self.call.device.arch >= (9, 0)
+
+    def build(
+        self,
+        fn: str,
+        arguments: tuple[str, ...],
+        *,
+        warps: int,
+        options: tuple[tuple[str, Any], ...] = (),
+        **constants: Any,
+    ) -> TritonBuild:
+        """Compile ``fn``, whose run-time arguments are ``arguments``; absent tensors are None."""
+        kinds = {name: pointer_to(spec.dtype) for name, spec in self.tensors.items()}
+        kinds |= {f"{name}_sums": "*fp32" for name in self.summed}
+        kinds |= {"rows": "i64", "programs": "i32", "eps": "fp32"}
+        kinds |= {"length": "i32" if self.length < 2**30 else "i64"}
+        if "weight" in self.summed:
+            kinds |= {"scales": "*fp32"} | ({"means": "*fp32"} if self.centred else {})
+        signature = tuple((name, kinds[name]) for name in arguments if name in kinds)
+        absent = {name: None for name in arguments if name not in kinds}
+        wide = self.vector > 1
+        return TritonBuild(
+            f"{DEVICE}:{fn}",
+            signature,
+            tuple({**absent, "N": self.length, **constants}.items()),
+            num_warps=warps,
+            num_stages=1,
+            aligned=tuple(name for name, kind in signature if wide and kind[0] == "*"),
+            options=options,
+        )
+
+    def add_up(self) -> TritonBuild:
+        """The kernel that adds programs' shares."""
+        arguments = ("weight_sums", "bias_sums", "grad_weight", "grad_bias", "programs")
+        cols = self.columns_added
+        return self.build(
+            "add_up",
+            arguments,
+            warps=4,
+            options=(("launch_pdl", True),) if self.dependent else (),
+            COLS=cols,
+            DEPTH=2048 // cols,
+            DEPENDENT=self.dependent,
+        )
+
+    @property
+    def columns_added(self) -> int:
+        """Columns to a program of ``add_up``: rows of 32 bytes are read, more where rows are long."""
+        return 32 if self.length >= 2048 else 8
+
+    def makers(self) -> tuple[Callable[[], torch.Tensor] | None, ...]:
+        """For each output of the op what allocates it, None where it is absent."""
+        return tuple(
+            output_of(self.tensors[name]) if name in self.tensors else None for name in self.outputs
+        )
+
+    def floats(self, *shape: int) -> Callable[[], torch.Tensor]:
+        """Allocates float32 scratch memory."""
+        device = self.tensors["x"].device
+        return output_of(TensorSpec.contiguous_of(shape, torch.float32, device))
+
+
+def _bind_empty(_: None, call: CallSpec) -> Run:
+    rows = BackwardRows.of(call)
+    makers = rows.makers()
+
+    def run(*_inputs: torch.Tensor | None) -> Any:
+        return tuple(None if make is None else make().zero_() for make in makers)
+
+    return run
+
+
+EMPTY = Entry(("tileops.norm", "gradients of rows without elements"), lambda: None, _bind_empty)
+"""Serves what has no elements: sums over nothing are 0."""
+
+
+def _all(*builds: TritonBuild) -> tuple[Launcher, ...]:
+    return tuple(build() for build in builds)
+
+
+def _entry(builds: list[TritonBuild], bind: Callable[..., Run]) -> Entry:
+    identity = tuple(build.identity for build in builds)
+    return Entry(identity, functools.partial(_all, *builds), bind)
+
+
+def _tensors_of(
+    rows: BackwardRows,
+) -> Callable[[tuple[torch.Tensor | None, ...]], tuple[dict[str, Any], Any]]:
+    """What gives, for the inputs of a call, every tensor by the kernels' names, and the outputs."""
+    makers = rows.makers()
+
+    def tensors(given: tuple[torch.Tensor | None, ...]) -> tuple[dict[str, Any], Any]:
+        outputs = tuple(None if make is None else make() for make in makers)
+        named = dict(zip((*rows.inputs, *rows.outputs), (*given, *outputs), strict=True))
+        return named, outputs
+
+    return tensors
+
+
+# --- rows held in registers ---------------------------------------------------------------------
+
+HELD_ARGUMENTS = (
+    *("grad", "x", "weight", "added", "grad_x", "grad_again"),
+    *("weight_sums", "bias_sums", "rows", "eps"),
+)
+
+
+@dataclass(frozen=True)
+class HeldTile:
+    """How ``rows_backward`` is compiled and launched."""
+
+    rows: int
+    """Rows held at a time."""
+    warps: int
+    per_multiprocessor: int
+    """Programs for each multiprocessor."""
+
+    def entry(self, call: CallSpec) -> Entry:
+        """``call`` served in this way."""
+        rows = BackwardRows.of(call)
+        if rows.tensors["x"].numel == 0:
+            return EMPTY
+        # Beyond 128 registers a thread, fewer programs are resident than are launched. (Several rows
+        # to a program come to 136 at most, and would spill.)
+        options: tuple[tuple[str, Any], ...] = (("maxnreg", 128),) if self.rows == 1 else ()
+        if rows.dependent:
+            options = (*options, ("launch_pdl", True))
+        builds = [
+            rows.build(
+                "rows_backward",
+                HELD_ARGUMENTS,
+                warps=self.warps,
+                options=options,
+                BLOCK=next_power_of_2(rows.length),
+                TILE=self.rows,
+                VECTOR=rows.vector,
+                CENTRED=rows.centred,
+                DEPENDENT=rows.dependent,
+            )
+        ]
+        if rows.summed:
+            builds.append(rows.add_up())
+        return _entry(builds, self._bind)
+
+    def _bind(self, launchers: tuple[Launcher, ...], call: CallSpec) -> Run:
+        rows = BackwardRows.of(call)
+        first, *second = (launcher.on(call.device.index) for launcher in launchers)
+        most = self.per_multiprocessor * call.device.multiprocessors
+        programs = min(cdiv(rows.count, self.rows), most)
+        tensors, summed, count, eps = _tensors_of(rows), rows.summed, rows.count, rows.eps
+        passed = [name for name in HELD_ARGUMENTS[:6] if name in rows.tensors]
+        shares, grid = rows.floats(programs, rows.length), cdiv(rows.length, rows.columns_added)
+
+        def run(*given: torch.Tensor | None) -> Any:
+            named, outputs = tensors(given)
+            sums = [shares() for _ in summed]
+            first(programs, 1, 1, *[named[name] for name in passed], *sums, count, eps)
+            if summed:
+                results = [named[f"grad_{name}"] for name in summed]
+                second[0](grid, 1, 1, *sums, *results, programs)
+            return outputs
+
+        return run
+
+
+class HeldRows(Kernel):
+    """Rows of at most 16 KiB, one or several to a program, read once."""
+
+    name = "triton_backward_of_held_rows"
+
+    @classmethod
+    def refuses(cls, call: CallSpec) -> str | None:
+        rows = BackwardRows.of(call)
+        most = HELD_BYTES // rows.tensors["x"].dtype.itemsize
+        if rows.length > most:
+            return f"rows of {rows.length} elements do not fit in registers (at most {most})"
+        return rows.unsupported
+
+    @classmethod
+    def entry_for(cls, call: CallSpec) -> Entry:
+        return cls.tiles(call)[0].entry(call)
+
+    @classmethod
+    def candidates(cls, call: CallSpec) -> list[Entry]:
+        return [tile.entry(call) for tile in cls.tiles(call)]
+
+    @classmethod
+    def tiles(cls, call: CallSpec) -> list[HeldTile]:
+        """Configurations worth timing, the default first: 32 bytes a thread, at 128 registers."""
+        rows = BackwardRows.of(call)
+        held = next_power_of_2(rows.length) * rows.tensors["x"].dtype.itemsize
+        warps = min(16, max(4, held // 1024))
+        default = HeldTile(max(1, 4096 // held), warps, 16 // warps)
+        wider = HeldTile(max(1, default.rows // 2), min(16, warps * 2), default.per_multiprocessor)
+        more = HeldTile(default.rows, warps, default.per_multiprocessor * 2)
+        return list(dict.fromkeys((default, wider, more)))
+
+
+# --- longer rows --------------------------------------------------------------------------------
+
+LONG_ARGUMENTS = (
+    *("grad", "x", "weight", "added", "grad_x", "grad_again"),
+    *("means", "scales", "length", "eps"),
+)
+COLUMN_ARGUMENTS = ("grad", "x", "means", "scales", "weight_sums", "bias_sums", "rows")
+COLUMNS, DEPTH = 64, 32
+
+
+class LongRows(Kernel):
+    """Rows too long for registers: one to a program, read in chunks; columns summed by a kernel of
+    their own."""
+
+    name = "triton_backward_of_long_rows"
+
+    @classmethod
+    def refuses(cls, call: CallSpec) -> str | None:
+        rows = BackwardRows.of(call)
+        most = HELD_BYTES // rows.tensors["x"].dtype.itemsize
+        if rows.length <= most:
+            return f"rows of {rows.length} elements fit in registers (more than {most})"
+        return rows.unsupported
+
+    @classmethod
+    def entry_for(cls, call: CallSpec) -> Entry:
+        rows = BackwardRows.of(call)
+        if rows.tensors["x"].numel == 0:
+            return EMPTY
+        constants: dict[str, Any] = {"VECTOR": rows.vector, "CENTRED": rows.centred}
+        chunk = 2048 if rows.vector == 1 else 8192 // rows.tensors["x"].dtype.itemsize
+        builds = [
+            rows.build("stream_rows_backward", LONG_ARGUMENTS, warps=8, CHUNK=chunk, **constants)
+        ]
+        if rows.summed:
+            sizes: dict[str, Any] = {"COLS": COLUMNS, "DEPTH": DEPTH}
+            builds.append(
+                rows.build("column_sums", COLUMN_ARGUMENTS, warps=4, **sizes, **constants)
+            )
+            builds.append(rows.add_up())
+        return _entry(builds, cls._bind)
+
+    @classmethod
+    def _bind(cls, launchers: tuple[Launcher, ...], call: CallSpec) -> Run:
+        rows = BackwardRows.of(call)
+        stream, *others = (launcher.on(call.device.index) for launcher in launchers)
+        tensors, summed, count, eps = _tensors_of(rows), rows.summed, rows.count, rows.eps
+        length, blocks = rows.length, cdiv(rows.length, COLUMNS)
+        programs = min(cdiv(count, DEPTH), cdiv(8 * call.device.multiprocessors, blocks))
+        facts = () if "weight" not in summed else ("means", "scales")[not rows.centred :]
+        passed = [name for name in LONG_ARGUMENTS[:6] if name in rows.tensors]
+        shares, fact = rows.floats(programs, length), rows.floats(count)
+        grid = cdiv(length, rows.columns_added)
+        wants_rows = bool(facts) or "grad_x" in rows.tensors
+
+        def run(*given: torch.Tensor | None) -> Any:
+            named, outputs = tensors(given)
+            of_rows = [fact() for _ in facts]
+            if wants_rows:
+                stream(count, 1, 1, *[named[name] for name in passed], *of_rows, length, eps)
+            if summed:
+                sums = [shares() for _ in summed]
+                results = [named[f"grad_{name}"] for name in summed]
+                columns, add_up = others
+                columns(blocks, programs, 1, named["grad"], named["x"], *of_rows, *sums, count)
+                add_up(grid, 1, 1, *sums, *results, programs)
+            return outputs
+
+        return run

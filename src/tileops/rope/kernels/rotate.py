@@ -1,0 +1,194 @@
+"""Rotary embedding, exact at any position; also its gradient, which turns the other way.
+
+A pair of features turns by ``position * rate`` radians. A float32 angle is off by up to a hundredth
+at position 131072. Here angles are counted in turns with 64 bits after the point: a table holds the
+turns per position, and an integer product that wraps drops the whole turns without rounding. What
+is left lies within an eighth of a turn of a quarter turn, where short polynomials give sine and
+cosine to float32 accuracy. The table decides the spectrum and the direction; machine code does not
+depend on it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from fractions import Fraction
+from typing import Any, ClassVar
+
+import torch
+
+from tileops.authoring import CallSpec, Entry, Kernel, Run, TensorSpec
+from tileops.lib.launch import Launcher, TritonBuild, cdiv, next_power_of_2, pointer_to
+from tileops.rope import spectra
+
+__all__ = ["Llama31", "LongRoPE", "Plain", "YaRN", "turns_per_position"]
+
+DEVICE = f"{__name__}_triton"
+
+SIZES = {
+    # Pairs of features rotated at a time and warps, the default first. Sines are taken once for the
+    # heads of a token and reach all threads; with one head each thread takes those of its own pairs.
+    "heads": ((1024, 2), (512, 2), (1024, 4)),
+    "tokens": ((1024, 4), (512, 2), (2048, 8)),
+}
+PROGRAMS_PER_SM = 8
+"""With fewer programs than this, heads of one token go to several."""
+
+
+def turns_per_position(rates: tuple[float, ...]) -> list[int]:
+    """``rates / (2 pi)`` less whole turns, in signed units of 2**-64."""
+    words = []
+    for rate in rates:
+        word = round(Fraction(rate / (2.0 * math.pi)) % 1 * 2**64) % 2**64
+        words.append(word - 2**64 if word >= 2**63 else word)
+    return words
+
+
+def turned(call: CallSpec) -> TensorSpec:
+    """What a call turns: the input, or the gradient that comes back."""
+    return next(spec for spec in call.inputs.values() if spec is not None)
+
+
+class Rotate(Kernel):
+    """Every call; a program turns the heads of one token, or some of them where tokens are few, or
+    tokens where there is but one head."""
+
+    name = "triton_rotate"
+    general = True
+    spectrum: ClassVar[Any]
+
+    @classmethod
+    def refuses(cls, call: CallSpec) -> str | None:
+        if turned(call).dtype is torch.float64:
+            return "float64: it computes in float32"
+        if not all(map(math.isfinite, cls._rates(call)[0])):
+            return "rates that are no finite numbers have no table"
+        return None
+
+    @classmethod
+    def entry_for(cls, call: CallSpec) -> Entry:
+        return cls.candidates(call)[0]
+
+    @classmethod
+    def candidates(cls, call: CallSpec) -> list[Entry]:
+        rows = "tokens" if _heads(turned(call).shape) == 1 else "heads"
+        return [cls._entry(call, *size) for size in SIZES[rows]]
+
+    @classmethod
+    def _rates(cls, call: CallSpec) -> tuple[tuple[float, ...], float]:
+        return spectra.on_host(cls.spectrum, _rotary(call), call.params)
+
+    @classmethod
+    def _entry(cls, call: CallSpec, tile: int, warps: int) -> Entry:
+        rates, scale = cls._rates(call)
+        if "wants_x" in vars(call.params):  # the gradient
+            rates = tuple(-rate for rate in rates)
+        build, rows = _build(call, tile, warps)
+
+        def bind(artifact: tuple[Launcher, torch.Tensor], call: CallSpec) -> Run:
+            return _bind(*artifact, call, rows, scale)
+
+        load = functools.partial(_load, build, rates, turned(call).device)
+        return Entry((build.identity, rates), load, bind)
+
+
+class Plain(Rotate):
+    """One rate for each pair, of the base alone."""
+
+    spectrum = staticmethod(spectra.plain)
+
+
+class Llama31(Rotate):
+    """The rates of Llama 3.1."""
+
+    spectrum = staticmethod(spectra.llama31)
+
+
+class YaRN(Rotate):
+    """The rates of YaRN."""
+
+    spectrum = staticmethod(spectra.yarn)
+
+
+class LongRoPE(Rotate):
+    """The rates of LongRoPE."""
+
+    spectrum = staticmethod(spectra.long_rope)
+
+
+def _heads(shape: tuple[int, ...]) -> int:
+    return 1 if len(shape) == 2 else shape[-2]
+
+
+def _rotary(call: CallSpec) -> int:
+    size: int = getattr(call.params, "rotary_dim", None) or turned(call).shape[-1]
+    return size
+
+
+def _build(call: CallSpec, tile: int, warps: int) -> tuple[TritonBuild, int]:
+    """The build, and the rows of its tile."""
+    spec, rotary = turned(call), _rotary(call)
+    width, half = spec.shape[-1], next_power_of_2(max(rotary // 2, 1))
+    rows = max(tile // half, 1)
+    pointer, positions = pointer_to(spec.dtype), call.inputs.get("positions")
+    given = () if positions is None else (("positions", pointer_to(positions.dtype)),)
+    build = TritonBuild(
+        f"{DEVICE}:rotate",
+        signature=(
+            ("x", pointer),
+            *given,
+            ("turns", "*i64"),
+            ("y", pointer),
+            ("tokens", "i64"),
+            ("period", "i32"),
+            ("heads", "i32"),
+            ("heads_each", "i32"),
+            ("parts", "i32"),
+            ("scale", "fp32"),
+        ),
+        constexprs=(
+            *(() if given else (("positions", None),)),
+            ("D", width),
+            ("ROTARY", rotary),
+            ("ROWS", rows),
+            ("HALF", half),
+            ("TAIL", next_power_of_2(max(width - rotary, 1))),
+            ("INTERLEAVED", getattr(call.params, "rope_layout", "neox") == "interleaved"),
+            ("ONE_HEAD", _heads(spec.shape) == 1),
+        ),
+        num_warps=warps,
+        aligned=("x", "turns", "y") if spec.aligned else ("turns", "y"),
+        options=(("maxnreg", 255),),  # ptxas would rather spill one than use many
+    )
+    return build, rows
+
+
+def _load(
+    build: TritonBuild, rates: tuple[float, ...], device: torch.device
+) -> tuple[Launcher, torch.Tensor]:
+    return build(), torch.tensor(turns_per_position(rates), dtype=torch.int64, device=device)
+
+
+def _bind(launcher: Launcher, turns: torch.Tensor, call: CallSpec, rows: int, scale: float) -> Run:
+    shape, launch = turned(call).shape, launcher.on(call.device.index)
+    heads, width = _heads(shape), shape[-1]
+    # [tokens, D], [tokens, heads, D] or [batch, period, heads, D]
+    period = shape[1] if len(shape) == 4 else shape[0]
+    times = period if len(shape) == 4 else 1
+    most, empty_like = PROGRAMS_PER_SM * call.device.multiprocessors, torch.empty_like
+
+    def run(x: torch.Tensor, *positions: torch.Tensor) -> torch.Tensor:
+        y, tokens = empty_like(x), x.shape[0] * times  # which may differ from call to call
+        if heads == 1:
+            each = parts = 1
+            programs = cdiv(tokens, rows)
+        else:
+            each = max(cdiv(heads, cdiv(most, tokens or 1) * rows), 1) * rows
+            parts = cdiv(heads, each)
+            programs = tokens * parts
+        if programs and width:
+            arguments = (turns, y, tokens, period, heads, each, parts, scale)
+            launch(programs, 1, 1, x, *positions, *arguments)
+        return y
+
+    return run

@@ -1,0 +1,215 @@
+"""Gradients of every op against those of its meaning in float64, eager and compiled.
+
+Classes come from the catalog. A new one needs its meaning in ``tests/oracle.py``, in operations that
+autograd follows. A backward op that is an entry of its own is looked at here through its forward.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.cases import float32_calls, op_classes
+from tests.joint import compiled
+from tests.oracle import call, exact, same_bits, strided
+from tileops.backend.tolerances import UNIT_ROUNDOFF, compare
+from tileops.engine.validate.workloads import run_workload
+
+
+def _flows(entry) -> bool:
+    backwards = {other.entry.backward for other in op_classes().values()}
+    both = entry.differentiable_inputs and entry.differentiable_outputs
+    return bool(both) and entry.name not in backwards
+
+
+NAMES = sorted(name for name, cls in op_classes().items() if _flows(cls.entry))
+ALONE = [name for name in NAMES if not op_classes()[name].entry.composition]
+
+
+def operator(cls) -> str:
+    return cls.compile_op_names[0].removeprefix("tileops::")
+
+
+def flowing(op, inputs):
+    """Names of the present inputs that a gradient flows to in this call."""
+    passed = frozenset(n for n, t in inputs.items() if t is not None)
+    return [
+        item.name
+        for item in op.entry.differentiable_inputs
+        if item.name in passed
+        and inputs[item.name].is_floating_point()
+        and not (item.mutated is not None and item.mutated.evaluate(op._params, passed))
+    ]
+
+
+def calls(name, seed, **more):
+    """Those of ``float32_calls`` through which a gradient flows."""
+    found = [(made.op, dict(made.inputs)) for made in float32_calls(name, seed, **more)]
+    found = [(op, inputs) for op, inputs in found if flowing(op, inputs)]
+    assert found, f"{name}: no gradient flows through any workload in float32"
+    return found
+
+
+def outputs_of(op, result):
+    """The differentiable ones that are there."""
+    results = result if isinstance(result, tuple) else (result,)
+    found = {output.name for output in op.entry.differentiable_outputs}
+    pairs = zip(op.entry.outputs, results, strict=True)
+    return [r for output, r in pairs if output.name in found and r is not None]
+
+
+def own(inputs, leaves, dtype=None):
+    """Copies of the inputs, and those of them that are ``leaves``."""
+    copies = {n: None if t is None else t.detach().clone() for n, t in inputs.items()}
+    for name in leaves:
+        copies[name] = copies[name].to(dtype or copies[name].dtype).requires_grad_()
+    return copies, [copies[name] for name in leaves]
+
+
+def incoming(results):
+    """Random gradients, each at other strides."""
+    found = []
+    for n, result in enumerate(results):
+        ways = [*strided(torch.randn(result.shape, dtype=torch.float32).to(result.dtype))]
+        found.append(ways[(torch.randint(len(ways), ()).item() + n) % len(ways)][1])
+    return found
+
+
+def gradients(op, inputs, run=call, grads=None):
+    """``(leaves, the incoming gradients, the gradients)`` of a call."""
+    names = flowing(op, inputs)
+    given, leaves = own(inputs, names)
+    results = outputs_of(op, run(op, given))
+    grads = incoming(results) if grads is None else grads
+    before = [g.clone() for g in grads]
+    found = torch.autograd.grad(results, leaves, grads, allow_unused=True)
+    assert all(same_bits(g, b) for g, b in zip(grads, before, strict=True)), "written"
+    return names, grads, found
+
+
+def wanted(op, inputs, grads):
+    """The gradients of the op's meaning, in float64."""
+    given, leaves = own(inputs, flowing(op, inputs))
+    results = outputs_of(op, exact(op, given)[0])
+    return torch.autograd.grad(results, leaves, [g.double() for g in grads], allow_unused=True)
+
+
+def hold(op, names, found, exact_ones):
+    for name, ours, theirs in zip(names, found, exact_ones, strict=True):
+        if theirs is None:  # the meaning does not use it
+            theirs = torch.zeros(())
+            ours = torch.zeros(()) if ours is None else ours.abs().max()
+        assert ours is not None, f"{op!r}: no gradient of {name}"
+        result = compare(ours, theirs.double(), op.entry.kind)
+        assert result.ok, f"{op!r}: gradient of {name}: {result.text}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gradient_is_that_of_the_meaning(name, seed):
+    for op, inputs in calls(name, seed):
+        names, grads, found = gradients(op, inputs)
+        hold(op, names, found, wanted(op, inputs, grads))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_it_is_one_node(name, seed):
+    for op, inputs in calls(name, seed)[:2]:
+        torch._dynamo.reset()
+        present = [n for n, t in inputs.items() if t is not None]
+
+        def function(*tensors, op=op, present=present):
+            return call(op, dict(zip(present, tensors, strict=True)))
+
+        run, seen = compiled(function)
+        names, grads, found = gradients(
+            op,
+            inputs,
+            lambda op, given, run=run, present=present: run(*(given[n] for n in present)),
+        )
+        hold(op, names, found, wanted(op, inputs, grads))
+        classes = op_classes()
+        stages = [classes[n] for n in op.entry.composition.values()] or [type(op)]
+        assert not any(name.startswith("aten") and "mm" in name for name in seen.joint), seen.joint
+        for stage in stages:
+            base = operator(stage.backward_class())
+            nodes = [n for n in seen.joint if n.startswith(f"tileops.{base}")]
+            assert len(nodes) == stages.count(stage), seen.joint
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ALONE)
+def test_low_precision(name, dtype, seed):
+    """Against the gradient in float32 of the same values, which the tests above hold to the meaning.
+    Each element is off by a few roundings of terms as large as the gradient's rms."""
+    for op, inputs in calls(name, seed)[:2]:
+        variables = {
+            i.name
+            for i in op.entry.inputs
+            if i.dtype is not None and i.dtype.names & set(op.entry.dtypes)
+        }
+        low = {
+            n: t.to(dtype) if t is not None and n in variables and t.is_floating_point() else t
+            for n, t in inputs.items()
+        }
+        high = {
+            n: t.float() if t is not None and t.is_floating_point() else t for n, t in low.items()
+        }
+        names, grads, found = gradients(op, low)
+        theirs = gradients(op, high, grads=[g.float() for g in grads])[2]
+        for n, a, b in zip(names, found, theirs, strict=True):
+            assert a.dtype == low[n].dtype
+            error = (a.float() - b).norm() / b.norm().clamp_min(1e-2)
+            assert error <= 4 * UNIT_ROUNDOFF[dtype], (op, n, error)
+
+
+WIDE = [
+    n for n in ALONE
+    if all("float64" in op_classes()[n].entry.dtypes.get(v, ()) for v in op_classes()[n].entry.dtypes)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_float64_by_differences(name, seed):
+    """First and second derivatives; the second through the backward op's own gradient."""
+    for op, inputs in calls(name, seed, most=12)[:2]:
+        names = flowing(op, inputs)
+        wide = {
+            n: t.double() if t is not None and t.is_floating_point() else t
+            for n, t in inputs.items()
+        }
+
+        def function(*leaves, op=op, wide=wide, names=names):
+            return tuple(
+                outputs_of(op, call(op, {**wide, **dict(zip(names, leaves, strict=True))}))
+            )
+
+        leaves = tuple(wide[n].clone().requires_grad_() for n in names)
+        if any(result.dtype is not torch.float64 for result in function(*leaves)):
+            continue  # a parameter fixes the dtype
+        assert torch.autograd.gradcheck(function, leaves)
+        assert torch.autograd.gradgradcheck(function, leaves)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_the_backward_op_is_an_op(name, seed):
+    """Its entry binds every workload, without data; its operator passes torch's own checks."""
+    backward = op_classes()[name].backward_class()
+
+    def fault(problem, *path):
+        raise AssertionError(f"{backward.__name__}: {problem}")
+
+    for workload in backward.entry.workloads:
+        run_workload(backward, workload, fault)
+    again = backward.backward_class()
+    assert again is None or again.entry.family == backward.entry.family
+    op, inputs = calls(name, seed)[0]
+    names = flowing(op, inputs)
+    given, leaves = own(inputs, names)
+    results = outputs_of(op, call(op, given))
+    found = torch.autograd.grad(results, leaves, incoming(results), allow_unused=True)
+    assert all(g is None or g.is_contiguous() for g in found)
+    (state,) = op._state.gradients.values()
+    assert type(state) is backward
+    assert repr(state).startswith(backward.__name__ + "(")
+    last = state.last_call
+    assert last.call.op == backward.entry.name
