@@ -406,6 +406,7 @@ for _cls, _operator, _params, *_inputs in (
     ("CountNonzeroFwdOp", "count_nonzero_fwd", {"dim": 1}, "input"),
     ("CumsumFwdOp", "cumsum_fwd", {"dim": 1}, "input"),
     ("CumprodFwdOp", "cumprod_fwd", {"dim": -1}, "input"),
+    ("CumprodBwdOp", "cumprod_bwd", {"dim": -1}, "grad_output", "input"),
 ):
     _reduction(_cls, _operator, _params, tuple(_inputs))
 

@@ -126,7 +126,21 @@ def _running(function: Callable[..., torch.Tensor]) -> Callable[..., Meaning]:
     return exact
 
 
+def cumprod_bwd(op: Any, grad_output: torch.Tensor, input: torch.Tensor) -> Meaning:
+    """Every derivative by its definition: the product of all others up to the place."""
+    if not input.ndim:
+        return (grad_output.double(),), {}
+    values, grad = _cast(op, input).movedim(op.dim, -1), grad_output.double().movedim(op.dim, -1)
+    result, n = torch.zeros_like(values), values.shape[-1]
+    for i in range(n):
+        others = values.clone()
+        others[..., i] = 1
+        result[..., i] = (others.cumprod(-1) * grad)[..., i:].sum(-1)
+    return (result.movedim(-1, op.dim),), {}
+
+
 EXACT = {
+    "CumprodBwdOp": cumprod_bwd,
     "AllFwdOp": _reduction(lambda op, rows: _nonzero(rows).all(-1), False, True),
     "AmaxFwdOp": _reduction(lambda op, rows: rows.amax(-1)),
     "AminFwdOp": _reduction(lambda op, rows: rows.amin(-1)),
