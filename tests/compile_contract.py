@@ -394,18 +394,19 @@ for _cls, _operator, _params, *_inputs in (
     ("MeanFwdOp", "mean_fwd", {"dim": -1, "keepdim": True}, "input"),
     ("ProdFwdOp", "prod_fwd", {"dim": 1}, "input"),
     ("AmaxFwdOp", "amax_fwd", {"dim": (1, 2)}, "input"),
-    ("AminFwdOp", "amin_fwd", {}, "input"),
+    ("AminFwdOp", "amin_fwd", {"dim": -1}, "input"),
     ("VarFwdOp", "var_fwd", {"dim": -1}, "input"),
-    ("StdFwdOp", "std_fwd", {"dim": 0}, "input"),
+    ("StdFwdOp", "std_fwd", {"dim": (2, 1)}, "input"),
     ("VarMeanFwdOp", "var_mean_fwd", {"dim": -1, "correction": 0}, "input"),
     ("VectorNormFwdOp", "vector_norm_fwd", {"dim": (0, 2), "ord": 1}, "x"),
     ("ArgmaxFwdOp", "argmax_fwd", {"dim": -1}, "input"),
-    ("ArgminFwdOp", "argmin_fwd", {}, "input"),
+    ("ArgminFwdOp", "argmin_fwd", {"dim": 1}, "input"),
     ("AllFwdOp", "all_fwd", {"dim": -1}, "input"),
     ("AnyFwdOp", "any_fwd", {"dim": ()}, "input"),
     ("CountNonzeroFwdOp", "count_nonzero_fwd", {"dim": 1}, "input"),
     ("CumsumFwdOp", "cumsum_fwd", {"dim": 1}, "input"),
     ("CumprodFwdOp", "cumprod_fwd", {"dim": -1}, "input"),
+    ("CumprodBwdOp", "cumprod_bwd", {"dim": -1}, "grad_output", "input"),
 ):
     _reduction(_cls, _operator, _params, tuple(_inputs))
 
