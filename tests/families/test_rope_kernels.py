@@ -75,7 +75,8 @@ def check(actual, expected):
         ((2, 3, 96), 40),  # neither half nor tail is a power of two
         ((2, 3, 7), 6),
         ((2, 3, 576), 512),
-        ((19, 1, 64), 40),  # one head: several tokens in a tile
+        ((19, 1, 64), 40),  # few heads: several tokens in a tile
+        ((23, 3, 32), None),
     ],
 )
 def test_rope(shape, rotary, index, dtype):
@@ -127,18 +128,35 @@ def sequence_call(x, op, input_layout, gradient=False, **facts):
     params = {"input_layout": input_layout, **params, **({"wants_x": True} if gradient else {})}
     turned, result = ("grad_output", "grad_x") if gradient else ("x", "output")
     inputs, outputs = {turned: x if real else specs["x"]}, {result: specs["x"]}
-    return call_of(f"{name}{'Bwd' if gradient else 'Fwd'}Op", inputs, outputs, params=params, **facts)
+    return call_of(
+        f"{name}{'Bwd' if gradient else 'Fwd'}Op", inputs, outputs, params=params, **facts
+    )
 
 
 KERNELS = {"RoPE": "Plain", "RoPELlama31": "Llama31", "YaRN": "YaRN", "LongRoPE": "LongRoPE"}
 NEOX = ("RoPE", {"rope_layout": "neox", "base": 10000.0})
 INTERLEAVED = ("RoPE", {"rope_layout": "interleaved", "base": 500000.0})
-LLAMA31 = ("RoPELlama31", {
-    "base": 10000.0, "scaling_factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position": 64})
-YARN = ("YaRN", {
-    "base": 10000.0, "scaling_factor": 16.0, "original_max_position": 64, "beta_fast": 32.0,
-    "beta_slow": 1.0, "attn_factor": 1.0})
+LLAMA31 = (
+    "RoPELlama31",
+    {
+        "base": 10000.0,
+        "scaling_factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position": 64,
+    },
+)
+YARN = (
+    "YaRN",
+    {
+        "base": 10000.0,
+        "scaling_factor": 16.0,
+        "original_max_position": 64,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "attn_factor": 1.0,
+    },
+)
 LONG = ("LongRoPE", {
     "base": 10000.0, "rescale_factors": (1.0, 1.5, 3.0, 64.0), "max_position": 131072,
     "original_max_position": 4096})  # fmt: skip
@@ -165,7 +183,9 @@ def sequence64(x, op, input_layout, gradient):
         turns = turns[:, None]
     interleaved = getattr(params, "rope_layout", "neox") == "interleaved"
     half, values = x.shape[-1] // 2, x.double()
-    places = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(half), slice(half, None))
+    places = (
+        (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(half), slice(half, None))
+    )
     left, right = (values[..., place] for place in places)
     result = torch.empty_like(values)
     result[..., places[0]] = scale * (left * turns.cos() - right * turns.sin())
@@ -183,7 +203,9 @@ def sequence64(x, op, input_layout, gradient):
         (61, 24),  # neither half is a power of two, nor do rows fill a tile
         (130, 64),
         (2, 5, 3, 16),
-        (3, 70, 1, 6),  # one head: a tile holds several sequences
+        (3, 70, 1, 6),  # few heads: a tile holds several sequences
+        (2, 41, 3, 64),  # rows of a tile end within a token
+        (1, 5, 8, 128),  # fewer rows than a tile could hold
         (2, 0, 3, 8),
         (1, 2, 19, 128),
     ],
