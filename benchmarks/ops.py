@@ -1,4 +1,5 @@
-"""The other kernels on a card: device and host time through the public ops, beside torch and a copy.
+"""Kernels with rivals of their own on a card: device and host time through the public ops, beside torch
+and a copy. Every workload of a manifest, beside its reference: ``families.py``.
 
     PYTHONPATH=src python3 benchmarks/ops.py                 # all families; JSON in benchmarks/results
     PYTHONPATH=src python3 benchmarks/ops.py gemm attention  # some
@@ -68,33 +69,6 @@ class Case:
 
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.randn(shape, device=DEVICE, dtype=dtype)
-
-
-# --- elementwise --------------------------------------------------------------------------------
-
-
-def elementwise(rows: int = 2048, columns: int = 14336) -> Iterator[Case]:
-    from tileops.elementwise import SiLUAndMulFwdOp, SiLUFwdOp
-
-    size = 2 * rows * columns
-    for in_place in (False, True):
-        yield Case(
-            f"SiLU {rows}x{columns} bf16{' in place' if in_place else ''}",
-            SiLUFwdOp(inplace=in_place),
-            lambda: (randn(rows, columns),),
-            lambda x: F.silu(x.double()),
-            2 * size,
-            {"torch": functools.partial(F.silu, inplace=in_place)},
-        )
-    for some in (rows, 32):
-        yield Case(
-            f"SiLUAndMul {some}x{columns} bf16",
-            SiLUAndMulFwdOp(),
-            lambda some=some: (randn(some, 2 * columns),),
-            lambda x: F.silu(x[:, :columns].double()) * x[:, columns:].double(),
-            3 * 2 * some * columns,
-            {"torch": lambda x: F.silu(x[:, :columns]) * x[:, columns:]},
-        )
 
 
 # --- reduction ----------------------------------------------------------------------------------
@@ -352,7 +326,6 @@ def cache(
 
 
 FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
-    "elementwise": elementwise,
     "reduction": reduction,
     "rope": rope,
     "attention": attention,

@@ -154,23 +154,32 @@ def compare(rank: int, ranks: int, device: str, store: str, sizes: Sizes, tokens
         torch.set_num_threads(1)
         mesh = init_device_mesh(device, (ranks,))
         layer = Layer(sizes)
-        x, positions = torch.randn(tokens, sizes.hidden), torch.arange(tokens)
+        x = torch.randn(tokens, sizes.hidden, requires_grad=True)
+        positions = torch.arange(tokens)
         wanted = layer(x, positions)
+        arriving = torch.randn_like(wanted)
+        gradients = torch.autograd.grad(wanted, [x, *layer.parameters()], arriving)
 
         parallelize_module(layer, mesh, PLAN)
-        split = distribute_tensor(x, mesh, [Shard(0)])
-        with torch.no_grad(), CommDebugMode() as seen:
+        split = distribute_tensor(x.detach(), mesh, [Shard(0)]).requires_grad_()
+        with CommDebugMode() as seen:
             result = layer(split, positions)
         counts = {str(op).rpartition(".")[2]: n for op, n in seen.get_comm_counts().items()}
+        result.backward(distribute_tensor(arriving, mesh, [Shard(0)]))
         whole = result.full_tensor()
+        difference = (whole - wanted).abs().max()
         torch.testing.assert_close(whole, wanted, rtol=1e-4, atol=1e-4)
+        for leaf, gradient in zip([split, *layer.parameters()], gradients, strict=True):
+            found = leaf.grad
+            assert isinstance(found, DTensor)
+            torch.testing.assert_close(found.full_tensor(), gradient, rtol=1e-3, atol=1e-3)
         if rank == 0:
             part = layer.attention.q.weight
             assert isinstance(part, DTensor)
             print(f"{ranks} ranks, {tokens} tokens, {sizes.heads} heads")
             print(f"rank 0 holds {part.to_local().shape[0]} of {part.shape[0]} rows of q")
             print("collectives of the layer: " + ", ".join(f"{n} {k}" for k, n in counts.items()))
-            print(f"largest difference to one device: {(whole - wanted).abs().max():.1e}")
+            print(f"largest difference to one device: {difference:.1e}")
     finally:
         dist.destroy_process_group()
 

@@ -59,7 +59,7 @@ def distinct_classes() -> dict[str, type[Op]]:
     dtypes, rules and meaning alone go through the same generated code."""
     first: dict[str, str] = {}
     for name, cls in op_classes().items():
-        first.setdefault(f"{signature_text(cls.entry)} {cls.grows}", name)
+        first.setdefault(f"{signature_text(cls.entry)} {cls.grows} {cls.random}", name)
     return {name: op_classes()[name] for name in first.values()}
 
 

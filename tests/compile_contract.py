@@ -316,8 +316,8 @@ def batch_norm_evaluation(batch: int) -> Tensors:
 
 @cold("norm.BatchNormBwdOp", "norm_batch_norm_bwd")
 def batch_norm_backward(batch: int) -> Tensors:
-    doutput, input = torch.randn(2, batch, 3, 5)
-    inputs: Tensors = {"doutput": doutput, "input": input, "save_mean": torch.randn(3)}
+    doutput, x = torch.randn(2, batch, 3, 5)
+    inputs: Tensors = {"doutput": doutput, "input": x, "save_mean": torch.randn(3)}
     return {**inputs, "save_invstd": torch.rand(3) + 0.5, "weight": torch.randn(3)}
 
 
@@ -376,9 +376,7 @@ def fused_qk_norm_rope(batch: int) -> Tensors:
 # ---- reduction, rope, gemm -----------------------------------------------------------------------
 
 
-def _reduction(
-    cls: str, operator: str, params: Mapping[str, Any], inputs: tuple[str, ...] = ("input",)
-) -> None:
+def _reduction(cls: str, operator: str, params: Mapping[str, Any], inputs: tuple[str, ...]) -> None:
     def sample(batch: int) -> Tensors:
         return {name: torch.randn(batch, 4, 8) for name in inputs}
 
@@ -386,14 +384,30 @@ def _reduction(
     cold(f"reduction.{cls}", f"reduction_{operator}", **params)(sample)
 
 
-_SAVED = ("grad_output", "output")
-for _sample in (
-    ("SoftmaxFwdOp", "softmax_fwd", {"dim": -1}, ("x",)),
-    ("SoftmaxBwdOp", "softmax_bwd", {"dim": -1}, _SAVED),
-    ("LogSoftmaxFwdOp", "log_softmax_fwd", {"dim": -1}),
-    ("LogSoftmaxBwdOp", "log_softmax_bwd", {"dim": -1}, _SAVED),
+for _cls, _operator, _params, *_inputs in (
+    ("SoftmaxFwdOp", "softmax_fwd", {"dim": -1}, "x"),
+    ("SoftmaxBwdOp", "softmax_bwd", {"dim": -1}, "grad_output", "output"),
+    ("LogSoftmaxFwdOp", "log_softmax_fwd", {"dim": -1}, "input"),
+    ("LogSoftmaxBwdOp", "log_softmax_bwd", {"dim": -1}, "grad_output", "output"),
+    ("LogSumExpFwdOp", "log_sum_exp_fwd", {"dim": (1, -1)}, "input"),
+    ("SumFwdOp", "sum_fwd", {"dim": 1}, "input"),
+    ("MeanFwdOp", "mean_fwd", {"dim": -1, "keepdim": True}, "input"),
+    ("ProdFwdOp", "prod_fwd", {"dim": 1}, "input"),
+    ("AmaxFwdOp", "amax_fwd", {"dim": (1, 2)}, "input"),
+    ("AminFwdOp", "amin_fwd", {}, "input"),
+    ("VarFwdOp", "var_fwd", {"dim": -1}, "input"),
+    ("StdFwdOp", "std_fwd", {"dim": 0}, "input"),
+    ("VarMeanFwdOp", "var_mean_fwd", {"dim": -1, "correction": 0}, "input"),
+    ("VectorNormFwdOp", "vector_norm_fwd", {"dim": (0, 2), "ord": 1}, "x"),
+    ("ArgmaxFwdOp", "argmax_fwd", {"dim": -1}, "input"),
+    ("ArgminFwdOp", "argmin_fwd", {}, "input"),
+    ("AllFwdOp", "all_fwd", {"dim": -1}, "input"),
+    ("AnyFwdOp", "any_fwd", {"dim": ()}, "input"),
+    ("CountNonzeroFwdOp", "count_nonzero_fwd", {"dim": 1}, "input"),
+    ("CumsumFwdOp", "cumsum_fwd", {"dim": 1}, "input"),
+    ("CumprodFwdOp", "cumprod_fwd", {"dim": -1}, "input"),
 ):
-    _reduction(*_sample)
+    _reduction(_cls, _operator, _params, tuple(_inputs))
 
 
 @cold("rope.RoPENeoxPositionIdsFwdOp", "rope_neox_position_ids_fwd", max_position=256, rotary_dim=6)

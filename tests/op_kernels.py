@@ -67,11 +67,14 @@ def check_kernel(op: Any, inputs: Tensors, candidate: int | None = None) -> Any:
     return result
 
 
-def prepared(op_class: Any, workload: Workload, arch: tuple[int, int]) -> Prepared:
-    """The kernels of one workload, compiled for a card that is not there and held to its limits."""
+def prepared(
+    op_class: Any, workload: Workload, arch: tuple[int, int], local_memory: str | None = None
+) -> Prepared:
+    """The kernels of one workload, compiled for a card that is not there and held to its limits; they use
+    no local memory unless ``local_memory`` says why."""
     made = workload_inputs(op_class, workload, "meta")
     specs = [None if t is None else spec(*t.shape, dtype=t.dtype) for t in made.inputs.values()]
     found = made.op.prepare(*specs, device=f"cuda:sm_{arch[0]}{arch[1]}")
-    assert not found.spilling, str(found)
+    assert local_memory or not found.spilling, str(found)
     assert all(not kernel.note for kernel in found.kernels), str(found)
     return found

@@ -117,6 +117,8 @@ def fused_add_rms_norm_quant(
     quotient = values / scale
     if op.quant_dtype is torch.int8:
         quotient = torch.where(quotient.isnan(), 0.0, quotient).round().clamp(-128, 127)
+    else:
+        quotient = quotient.clamp(-448, 448).to(op.quant_dtype).double()
     return (quotient, scale, total), {}
 
 
@@ -181,7 +183,7 @@ def fused_qk_norm_rope(
     size, turned = q_weight.shape[0], cos_sin_cache.shape[1]
     half = turned // 2
     result = qkv.double().clone()
-    heads = result.view(qkv.shape[0], -1, size)
+    heads = result.view(qkv.shape[0], op.num_heads + 2 * op.num_kv_heads, size)
     for n, place in enumerate(positions.tolist()):
         angles = cos_sin_cache[place].double()
         for h in range(op.num_heads + op.num_kv_heads):

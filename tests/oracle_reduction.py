@@ -118,6 +118,14 @@ def _norm(op: Any, rows: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(rows, op.ord, -1)
 
 
+def _running(function: Callable[..., torch.Tensor]) -> Callable[..., Meaning]:
+    def exact(op: Any, input: torch.Tensor) -> Meaning:
+        values = _cast(op, input)
+        return (function(values, op.dim) if values.ndim else values,), {}
+
+    return exact
+
+
 EXACT = {
     "AllFwdOp": _reduction(lambda op, rows: _nonzero(rows).all(-1), False, True),
     "AmaxFwdOp": _reduction(lambda op, rows: rows.amax(-1)),
@@ -126,6 +134,8 @@ EXACT = {
     "ArgmaxFwdOp": _reduction(_first),
     "ArgminFwdOp": _reduction(_first),
     "CountNonzeroFwdOp": _reduction(lambda op, rows: _nonzero(rows).sum(-1), True, True),
+    "CumprodFwdOp": _running(torch.cumprod),
+    "CumsumFwdOp": _running(torch.cumsum),
     "LogSoftmaxBwdOp": log_softmax_bwd,
     "LogSoftmaxFwdOp": log_softmax,
     "LogSumExpFwdOp": _reduction(_log_sum_exp),

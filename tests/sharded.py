@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -122,7 +122,12 @@ def check_case(case: Case, mesh: Any, device: str, dtype: torch.dtype, seed: int
     """Every layout of one case: values and collectives."""
     inputs = _inputs(case, device, dtype, seed)
     wide = [t if i in case.integers else t.double() for i, t in enumerate(inputs)]
+    for index, tensor in enumerate(wide):
+        tensor.requires_grad_(index not in case.integers)
+    leaves = [tensor for tensor in wide if tensor.requires_grad]
     expected = case.meaning(*wide)
+    (arriving,) = _inputs(replace(case, shapes=(tuple(expected.shape),)), device, dtype, seed + 1)
+    gradients = torch.autograd.grad(expected, leaves, arriving.double())
     for placements, result_at, collectives in case.layouts:
         label = f"{case.label} {placements}"
         args = [_lay(t, mesh, at) for t, at in zip(inputs, placements, strict=True)]
@@ -131,6 +136,29 @@ def check_case(case: Case, mesh: Any, device: str, dtype: torch.dtype, seed: int
         assert seen.get_total_counts() == collectives, (label, seen.get_comm_counts())
         assert result_at is None or result.placements == (result_at,), (label, result.placements)
         _assert_close(label, result.full_tensor(), expected, case)
+        if P not in placements:
+            at = result.placements[0]
+            grad = distribute_tensor(arriving, mesh, [R if at == P else at])
+            _check_gradients(label, case, args, grad, gradients, collectives == 0)
+
+
+def _check_gradients(
+    label: str,
+    case: Case,
+    args: list[DTensor],
+    grad: DTensor,
+    expected: tuple[torch.Tensor, ...],
+    free: bool,
+) -> None:
+    """A gradient comes without a collective where the result did: of a weight as partial sums."""
+    leaves = [arg.detach().requires_grad_() for n, arg in enumerate(args) if n not in case.integers]
+    rest = iter(leaves)
+    result = case.op(*(a if n in case.integers else next(rest) for n, a in enumerate(args)))
+    with CommDebugMode() as seen:
+        found = torch.autograd.grad(result, leaves, grad)
+    assert not free or seen.get_total_counts() == 0, (label, seen.get_comm_counts())
+    for one, other in zip(found, expected, strict=True):
+        _assert_close(f"{label} gradient", one.full_tensor(), other, case)
 
 
 def _assert_close(label: str, found: torch.Tensor, expected: torch.Tensor, case: Case) -> None:

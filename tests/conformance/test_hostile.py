@@ -273,6 +273,10 @@ def _by_row():
 # ---- sizes and strides -------------------------------------------------------------------------
 
 
+CENTRED = {"AdaLayerNormFwdOp", "AdaLayerNormZeroFwdOp", "FusedAddLayerNormFwdOp"}
+"""A row of one is itself less itself, which torch.layer_norm computes as a difference of products."""
+
+
 @pytest.mark.parametrize("name", CALLED)
 @pytest.mark.parametrize("size", [0, 1, 2])
 def test_every_dim_of_size(name, size, seed):
@@ -281,6 +285,8 @@ def test_every_dim_of_size(name, size, seed):
         small = workload_call(name, workload, seed, 128).workload
         for dim, value in small.dims.items():
             for changed in _resized(value, size):
+                if size == 1 and dim == "N" and name in CENTRED:
+                    continue
                 resized = dataclasses.replace(small, dims={**small.dims, dim: changed})
                 try:
                     made = workload_call(name, resized, seed, None)
@@ -323,6 +329,10 @@ def test_nan_and_infinity_everywhere(name, argument, value, seed):
         pytest.skip("it has no such value")
     if name == "BatchNormFwdOp" and math.isinf(value):
         pytest.skip("the mean of infinities is NaN by torch.var_mean and infinite by torch.mean")
+    if name in ("GroupNormFwdOp", "InstanceNormFwdOp") and argument == "weight":
+        pytest.skip(
+            "torch.group_norm multiplies the mean by the weight too: infinity less infinity"
+        )
     if name == "GELUFwdOp" and value > 0:
         pytest.skip("torch 2.13's vectorised gelu gives NaN for infinity on the CPU")
     check(op, {**inputs, argument: torch.full_like(tensor, value)})

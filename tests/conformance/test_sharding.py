@@ -12,6 +12,7 @@ import torch
 from tests.cases import op_classes, workload_call, workloads_in_every_dtype
 from tileops import CheckError
 from tileops.engine.errors import ManifestError
+from tileops.engine.gradient import gradient_of
 from tileops.engine.manifest.entry import Branch, Workload
 from tileops.engine.signature.sharding import REPLICATE, SUM, Way, ways
 
@@ -126,5 +127,44 @@ def test_parts_make_up_the_whole(name, seed):
         for way in ways(call.op, branch_of(call.op, inputs), inputs)[1:]:
             if not way.even or divides(way, inputs):
                 assert_adds_up(call.op, way, inputs)
+                tried += 1
+    print(f"{name}: {tried} ways")
+
+
+def derived() -> list[str]:
+    """Classes whose gradient is no entry of its own."""
+    every = op_classes()
+    names = [name for name in with_boundary() if not every[name].entry.name.endswith("BwdOp")]
+    return [
+        n for n in names if every[n].backward_class() is not None and not every[n].entry.backward
+    ]
+
+
+def gradient_call(call: Any) -> tuple[Any, dict[str, Any]]:
+    """A call of the derived gradient, of random gradients that come in."""
+    found = gradient_of(type(call.op))
+    assert found is not None
+    results = dict(
+        zip([o.name for o in call.op.entry.outputs], run(call.op, dict(call.inputs)), strict=True)
+    )
+    grads = [
+        None if results[name] is None else torch.randn_like(results[name])
+        for name in found.wiring.outputs
+    ]
+    saved = [call.inputs[name] for name in found.wiring.saved]
+    op = found.cls(**{name: call.op._params[name] for name in found.wiring.params})
+    return op, dict(zip([i.name for i in op.entry.inputs], [*grads, *saved], strict=True))
+
+
+@pytest.mark.parametrize("name", derived())
+def test_parts_make_up_the_whole_gradient(name, seed):
+    tried = 0
+    for call in calls(name, seed):
+        if not run(call.op, dict(call.inputs))[0].is_floating_point():
+            continue
+        op, inputs = gradient_call(call)
+        for way in ways(op, Branch(), inputs)[1:]:
+            if not way.even or divides(way, inputs):
+                assert_adds_up(op, way, inputs)
                 tried += 1
     print(f"{name}: {tried} ways")

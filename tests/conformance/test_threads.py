@@ -260,9 +260,9 @@ def test_a_key_makes_its_op_again():
             assert again == one
             assert again._params == one._params
             assert again.target == one.target
-            assert repr(again) == key
-            evaluated = eval(key, {name: type(one), **_literals()})
-            assert evaluated == one, "a key reads as the call that makes it"
+            assert (repr(again), again._instance_key) == (repr(one), key)
+            evaluated = eval(repr(one), {name: type(one), **_literals()})
+            assert evaluated == one, "an op reads as the call that makes it"
 
 
 def _literals():

@@ -205,10 +205,11 @@ def foreign_result(call: Call, tensors: tuple[Any, ...]) -> Any:
     names = [item.name for item in call.op.entry.inputs] + ["out"] * call.op.entry.has_out
     for name, value in call.written.items():
         tensors[names.index(name)].copy_(value)
-    dtypes = [call.inputs[item.name].dtype for item in call.op.entry.inputs[:1]]
+    given = [call.inputs.get(item.name) for item in call.op.entry.inputs]
+    specs = type(call.op)._signature(call.op, *given, call.inputs.get("out"))[0]
     results = tuple(
-        None if value is None or isinstance(value, str) else value.to(dtypes[0]).contiguous()
-        for value in call.returns
+        None if value is None or isinstance(value, str) else value.to(spec[1]).contiguous()
+        for value, spec in zip(call.returns, specs, strict=True)
     )
     return results if len(results) > 1 else (results or (None,))[0]
 

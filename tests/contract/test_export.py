@@ -111,6 +111,36 @@ def test_a_program_with_a_dynamic_batch_runs_in_a_new_process(strict, tmp_path):
     run_fresh(_load_and_run, path=path)
 
 
+def _save_one(path: str) -> None:
+    from tileops.norm import RMSNormFwdOp
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.op, self.weight = RMSNormFwdOp(8), torch.nn.Parameter(torch.arange(8.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.op(x, self.weight)
+
+    torch.export.save(torch.export.export(Model(), (torch.randn(3, 8),)), path)
+
+
+def _train_one(path: str) -> None:
+    tileops.register_operators("norm")
+    module = torch.export.load(path).module()
+    x = torch.randn(3, 8)
+    module(x).square().sum().backward()
+    normed = torch.nn.functional.rms_norm(x.double(), (8,), eps=torch.finfo(torch.float32).eps)
+    expected = (2 * torch.arange(8.0).double() * normed.square()).sum(0)
+    torch.testing.assert_close(module.weight.grad.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_program_is_trained_in_a_new_process(tmp_path):
+    path = str(tmp_path / "one.pt2")
+    run_fresh(_save_one, path=path)
+    run_fresh(_train_one, path=path)
+
+
 # ---- AOTInductor packages --------------------------------------------------------------------------
 
 
@@ -233,20 +263,6 @@ def _export_an_object(root: str, strict: bool) -> None:
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_op_that_nobody_could_make_again_is_not_exported(strict, tmp_path):
     run_fresh(_export_an_object, root=str(tmp_path), strict=strict)
-
-
-def _save_one(path: str) -> None:
-    from tileops.norm import RMSNormFwdOp
-
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.op = RMSNormFwdOp(8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.op(x)
-
-    torch.export.save(torch.export.export(Model(), (torch.randn(3, 8),)), path)
 
 
 @pytest.mark.parametrize("first", ["", "import tileops\n"])

@@ -296,6 +296,7 @@ def test_what_was_exported_is_right_or_refused(package, tmp_path):
         write_package(root, edits, saved)
         result = run_fresh(_load, root=str(root), path=path, package=package)
         if expected is None:
+            assert isinstance(result, str), (name, result)
             assert "cannot re-create the op 'scaling.scale.ScaleFwdOp(factor=2.0)" in result, name
             assert "another definition of ScaleFwdOp" in result, name
             assert "export it again" in result, name

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tileops.attention import GQADenseFwdOp, PagedKVCacheWriteFwdOp
 from tileops.elementwise import AddFwdOp, MulFwdOp, SiLUAndMulFwdOp, SiLUFwdOp
@@ -117,6 +118,14 @@ def test_what_is_reduced_over_is_gathered_once():
             assert sum(seen.values()) == 1, (op, seen)
 
 
+def test_no_partial_sum_is_made_of_a_whole():
+    """Halves would be rounded, integers would not stay integers."""
+    with ranks(3) as mesh:
+        result, seen = counted(AddFwdOp(), lay(mesh, ROWS, R), lay(mesh, ROWS, P))
+        assert result.placements == (R,)
+        assert sum(seen.values()) == 1
+
+
 def test_a_partial_sum_of_bools_is_none():
     with ranks(2) as mesh:
         args = [lay(mesh, ROWS, P, dtype=torch.int32) for _ in range(2)]
@@ -214,16 +223,31 @@ def test_two_dims_of_ranks():
         x, w = lay(mesh, (5, 6, 8), S0, S1), lay(mesh, (8,), R, R)
         result, seen = counted(RMSNormFwdOp((8,)), x, w)
         assert (result.placements, seen) == ((S0, S1), {})
-        # Six heads divide by two and by three, not four times over.
-        q, k = lay(mesh, (1, 3, 6, 8), S2, S2), lay(mesh, (1, 3, 6, 8), S2, S2)
-        result, seen = counted(GQADenseFwdOp(), q, k, k)
-        assert (result.placements, seen) == ((S2, S2), {})
-        q, k = lay(mesh, (1, 3, 18, 8), S2, S2), lay(mesh, (1, 3, 9, 8), S2, S2)
-        result, seen = counted(GQADenseFwdOp(), q, k, k)
-        assert result.placements != (S2, S2)
+    with ranks(2, 2) as mesh:  # six heads divide by two, not by two twice
+        for heads, free in ((6, False), (8, True)):
+            q, k = lay(mesh, (1, 3, 2 * heads, 8), S2, S2), lay(mesh, (1, 3, heads, 8), S2, S2)
+            result, seen = counted(GQADenseFwdOp(), q, k, k)
+            assert (result.placements == (S2, S2), not seen) == (free, free)
 
 
 # ---- where the strategies come from ------------------------------------------------------------------------
+
+
+def test_nothing_of_a_decision_is_seen_by_modes():
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if any(issubclass(kind, DTensor) for kind in types):
+                return NotImplemented
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    names: list[str] = []
+    with ranks(2) as mesh:
+        x = lay(mesh, (10, 8), S0)
+        with Seen():
+            RMSNormFwdOp((8,), eps=0.125)(x)
+    made = [name for name in names if "tileops" not in name]
+    assert made == ["aten.empty_strided.default"], names  # DTensor's own, for the fake
 
 
 def test_inference_mode_and_raw_operators():
@@ -261,7 +285,60 @@ def test_compiled(dynamic):
             assert (result.placements, result.shape) == ((S0,), (rows, 16))
         assert len(graphs) == 1
         (nodes,) = graphs
+        assert nodes == ["tileops.norm_rms_norm_fwd.default", "tileops.gemm_fwd.default"]
         assert [node for node in nodes if "tileops" in node or "c10d" in node] == [
             "tileops.norm_rms_norm_fwd.default",
             "tileops.gemm_fwd.default",
         ]
+
+
+# ---- gradients ---------------------------------------------------------------------------------------------
+
+
+def test_the_gradient_of_a_weight_is_a_partial_sum():
+    with ranks(2) as mesh:
+        x, w = lay(mesh, ROWS, S0).requires_grad_(), lay(mesh, (8,), R).requires_grad_()
+        weight = lay(mesh, (6, 8), S0).requires_grad_()
+        with CommDebugMode() as seen:
+            result = RMSNormFwdOp((8,))(x, w)
+            result.backward(torch.ones_like(result))
+        assert (x.grad.placements, w.grad.placements) == ((S0,), (P,))
+        assert seen.get_total_counts() == 0
+        x = lay(mesh, ROWS, R).requires_grad_()
+        with CommDebugMode() as seen:
+            result = GEMMFwdOp()(x, weight)
+            result.backward(torch.ones_like(result))
+        assert (x.grad.placements, weight.grad.placements) == ((P,), (S0,))
+        assert seen.get_total_counts() == 0
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_one_of_two_results_is_used(used):
+    with ranks(2) as mesh:
+        args = [lay(mesh, ROWS, S0).requires_grad_() for _ in range(2)]
+        w = lay(mesh, (8,), R).requires_grad_()
+        result = FusedAddRMSNormFwdOp()(*args, w)[used]
+        result.backward(torch.ones_like(result))
+        assert [a.grad.placements for a in args] == [(S0,), (S0,)]
+
+
+def test_compiled_training():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch.compiler.reset()
+    norm, gemm, add = RMSNormFwdOp((8,)), GEMMFwdOp(), AddFwdOp()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def layer(x, w, weight):
+        return add(x, gemm(norm(x, w), weight))
+
+    with ranks(2) as mesh:
+        results = []
+        for call in (layer, torch.compile(layer, fullgraph=True, backend=counter)):
+            x, w = lay(mesh, ROWS, S0).requires_grad_(), lay(mesh, (8,), R).requires_grad_()
+            weight = lay(mesh, (8, 8), R).requires_grad_()
+            result = call(x, w, weight)
+            result.backward(torch.ones_like(result))
+            results.append([result.placements, *(t.grad.placements for t in (x, w, weight))])
+        assert results == [[(S0,), (S0,), (P,), (P,)]] * 2
+    assert counter.frame_count == 1

@@ -93,6 +93,8 @@ def test_pointwise_dims_are_free_where_they_are_dims(tmp_path):
     assert found(tmp_path, io("x [*B, N]", "z [*B, N]"), x=(4, 6)) == [(0, "->", 0), (1, "->", 1)]
     # What is computed from a dim does not follow it, neither does what a parameter fixes.
     assert found(tmp_path, io("x [M, 2*N]", "z [M, N]"), x=(4, 6)) == [(0, "->", 0)]
+    biased = io("x [M, 2*N]; y [N]", "z [M, N]")
+    assert found(tmp_path, biased, x=(4, 6), y=(3,)) == [(0, "replicate", "->", 0)]
     assert found(tmp_path, io("x [M, N]", "z [M, N + 1]"), x=(4, 6)) == [(0, "->", 0)]
     derived = io("x [M, N]", "z [M, R]", "dims: {R: 'N // 2'}\n")
     assert found(tmp_path, derived, x=(4, 6)) == [(0, "->", 0)]
@@ -186,6 +188,11 @@ def test_gradients(tmp_path):
     ) == [
         (0, 0, "replicate", "->", 0, "sum"),
         ("sum", "replicate", "replicate", "->", "sum", "sum"),
+    ]
+    gated = io("grad_z [M, N]; x [M, 2*N]", "grad_x [M, 2*N]")
+    assert found(tmp_path, gated, name="ThingBwdOp", grad_z=(4, 3), x=(4, 6)) == [
+        (0, 0, "->", 0),
+        ("sum", "replicate", "->", "sum"),
     ]
     # A mean over M: its gradient does not say so, but what comes in lacks M.
     mean = io("grad_z [N]; x [M, N]", "grad_x [M, N]")

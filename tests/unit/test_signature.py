@@ -48,17 +48,23 @@ def test_an_input_that_needs_what_later_ones_tell(tmp_path):
     dims: {H: N // 2}
     dtypes: {T: [float32, float16], U: [float32, float64]}
     inputs:
+      mask: {dtype: int64, shape: "[*bcast(A, B)]"}
       grad: {dtype: "T if U == float64 else U", shape: "[*bcast(A, B), H]"}
       first: {dtype: T, shape: "[*A, N]"}
       second: {dtype: U, shape: "[*B]"}
     outputs: {y: {dtype: T, shape: "[N]"}}
     """
     check = Check(tmp_path, signature)
-    given = {"grad": zeros(3, 2, 4), "first": zeros(3, 1, 8), "second": zeros(2)}
+    given = {"grad": zeros(3, 2, 4), "first": zeros(3, 1, 8), "second": zeros(2),
+             "mask": zeros(3, 2, dtype=torch.int64)}  # fmt: skip
     assert check.dims(given) == {"A": (3, 1), "B": (2,), "N": 8, "H": 4}
     error = check.refusal({**given, "grad": zeros(3, 2, 5)})
     assert (error.argument, error.accepted) == (
         "grad", "shape [*bcast(A, B), H] with A=[3, 1], B=[2], H=4",
+    )  # fmt: skip
+    error = check.refusal({**given, "mask": zeros(3, 1, dtype=torch.int64)})
+    assert (error.argument, error.accepted) == (
+        "mask", "shape [*bcast(A, B)] with A=[3, 1], B=[2]",
     )  # fmt: skip
     wide = {**given, "second": zeros(2, dtype=torch.float64)}
     assert check.dims(wide)

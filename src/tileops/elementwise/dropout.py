@@ -48,7 +48,9 @@ class DropoutFwdOp(Op):
         if seed is not None:
             key = seed
         elif input.requires_grad and torch.is_grad_enabled():
-            accepted = "a seed where a gradient is needed: without one every call draws another mask"
+            accepted = (
+                "a seed where a gradient is needed: without one every call draws another mask"
+            )
             raise CheckError("DropoutFwdOp", "seed", "None", accepted)
         else:
             key = torch.randint(2**63 - 1, (), dtype=torch.int64, device=input.device)

@@ -165,10 +165,42 @@ def _vjp(decomposition: Callable[..., Any], entry: Entry, wiring: Wiring) -> Cal
             results = results if isinstance(results, tuple) else (results,)
             return tuple(results[outputs[n]] for n in given)
 
-        with _NOTHING if torch.compiler.is_compiling() else _as_at_the_top():
-            pull = torch.func.vjp(forward, *(inputs[place] for place in wanted))[1]
-            found = dict(zip(wanted, pull(tuple(grads[n] for n in given)), strict=True))
+        primals = tuple(inputs[place] for place in wanted)
+        pulled = _pull(forward, primals, tuple(grads[n] for n in given))
+        found = dict(zip(wanted, pulled, strict=True))
         results = tuple(found.get(place) for place in places)
         return results[0] if len(results) == 1 else results
 
     return vjp
+
+
+def _within_a_level() -> bool:
+    """Whether a kernel of ours runs within a level of functorch, which lets no other be opened."""
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+    key = torch._C.DispatchKey
+    return excluded(key.FuncTorchDynamicLayerFrontMode) and not excluded(
+        key.FuncTorchDynamicLayerBackMode
+    )
+
+
+def _pull(
+    forward: Callable[..., Any], primals: tuple[Any, ...], grads: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """The gradients of ``primals``, wherever the dispatcher is."""
+    if torch.compiler.is_dynamo_compiling() or not _within_a_level():
+        with _NOTHING if torch.compiler.is_compiling() else _as_at_the_top():
+            found: tuple[Any, ...] = torch.func.vjp(forward, *primals)[1](grads)
+            return found
+    # Forward over reverse. Leaves of their own are made without grad, which tangents pass.
+    from torch._functorch.eager_transforms import enable_inplace_requires_grad
+
+    with torch.no_grad(), enable_inplace_requires_grad(True):
+        leaves = [primal.view_as(primal).requires_grad_() for primal in primals]
+    with torch.enable_grad():
+        results = forward(*leaves)
+    # With a graph: some of ATen's backward functions have derivatives only then.
+    found = torch.autograd.grad(
+        results, leaves, grads, create_graph=True, allow_unused=True, materialize_grads=True
+    )
+    with torch.no_grad():  # detach() would drop the tangents too
+        return tuple(gradient.view_as(gradient) for gradient in found)

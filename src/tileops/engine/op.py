@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from tileops.engine import targets
+from tileops.engine.boundary.autocast import cast_inputs
+from tileops.engine.boundary.batching import takes_a_batch
+from tileops.engine.boundary.gate import direct
 from tileops.engine.boundary.generate import MISSING_ARGUMENT, Boundary, _superfluous, make_calls
 from tileops.engine.boundary.growth import Growth, growth_of
 from tileops.engine.boundary.instances import OpState, state_of
@@ -153,6 +156,11 @@ class Op:
         kernel's ``refuses``, ``entry_for`` and ``bind`` branch on must be in it. None: not this call."""
         return ()
 
+    def batched(self, ranks: Mapping[str, int]) -> Op | None:
+        """Hook: the op that does along a new first axis, slice by slice, what this one does; ``ranks``:
+        dims of each passed input of a slice. None: ``vmap`` calls this op for each slice."""
+        return self if takes_a_batch(self.entry) else None
+
     def settle(self, **attributes: Any) -> None:
         """Set attributes during ``setup``; afterwards an op is immutable."""
         if "_state" in self.__dict__:
@@ -202,9 +210,22 @@ class Op:
             raise NotImplementedError(f"{entry.name}: a composition must define forward")
         if entry.inputs:
             return self(*args, **kwargs)
+        if not torch.compiler.is_dynamo_compiling() and direct():
+            device = self._params.get("device") or torch.get_default_device()
+            if getattr(type(self).kernel, device.type, ()):
+                return self._generated(device)
         decomposition = type(self).decomposition
         assert decomposition is not None
         return decomposition(**self._params)
+
+    def _generated(self, device: torch.device) -> Any:
+        """The call of an op without call-time tensors where it has kernels of its own."""
+        state = self._state
+        index = torch.cuda.current_device() if device.index is None else device.index
+        facts = (targets.epoch.now, targets.context_target(), device.type, index)
+        plan = state.plans.get(facts) or _plan(state, facts, ())
+        state.last = plan
+        return plan.run()
 
     def _call_checked(
         self, extra: tuple[Any, ...], unknown: dict[str, Any], arguments: tuple[Any, ...]
@@ -227,8 +248,7 @@ class Op:
         if entry.has_boundary:
             return self._call_boundary(**dict(zip(names, arguments, strict=True)))
         if entry.composition:
-            type(self)._signature(self, *inputs, out)
-            return self.forward(**dict(zip(names, arguments, strict=True)))
+            return self._call_stages(inputs, out)
         if torch.compiler.is_compiling():
             return self.forward()  # an exporter that runs this sees what Dynamo sees: plain PyTorch
         state = self._state
@@ -236,6 +256,23 @@ class Op:
         plan = state.plans.get(facts) or _plan(state, facts, ())
         state.last = plan
         return plan.run()
+
+    def _call_stages(self, inputs: tuple[Any, ...], out: Any) -> Any:
+        """A composition checks its whole signature, since its stages would check less, and is cast
+        as a whole: stages that autocast casts one by one would not fit together."""
+        device = next((t.device.type for t in inputs if isinstance(t, torch.Tensor)), "cpu")
+        if not torch.is_autocast_enabled(device):
+            return self._run_stages(inputs, out)
+        writes = out is not None or any(item.mutated is not None for item in self.entry.inputs)
+        given = inputs if writes else cast_inputs(self, inputs, device)
+        with torch.autocast(device, enabled=False):
+            return self._run_stages(given, out)
+
+    def _run_stages(self, inputs: tuple[Any, ...], out: Any) -> Any:
+        type(self)._signature(self, *inputs, out)
+        entry = self.entry
+        named = dict(zip([item.name for item in entry.inputs], inputs, strict=True))
+        return self.forward(**named, **({"out": out} if entry.has_out else {}))
 
     @classmethod
     def backward_class(cls) -> type[Op] | None:

@@ -127,6 +127,8 @@ def call_spec(
     outputs, dims, device = checked or cls._signature(op, *inputs, out)
     if device is None:
         device = op._params.get("device") or torch.get_default_device()
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
     branch = _branch(cls, inputs, op, out)
     written = frozenset(branch.writes) | (frozenset({"out"}) if branch.out else frozenset())
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from tileops.authoring import Op
+from tileops.authoring import KernelInterface, Op
 
 
 class BatchNormFwdOp(Op):
@@ -17,6 +19,8 @@ class BatchNormFwdOp(Op):
     running statistics and returns None for both. ``weight``, ``bias``: float32 ``[C]`` or None. API:
     ``torch.nn.functional.batch_norm``.
     """
+
+    kernel = KernelInterface(cuda=("channels:HeldChannels", "channels:SplitChannels"))
 
     @staticmethod
     def decomposition(
@@ -69,6 +73,11 @@ class BatchNormBwdOp(Op):
     n mean(doutput n))``. API: ``torch.ops.aten.native_batch_norm_backward`` in training.
     """
 
+    kernel = KernelInterface(
+        compiled_from=1 << 20,
+        cuda=("channels:HeldChannelGradients", "channels:SplitChannelGradients"),
+    )
+
     @staticmethod
     def decomposition(
         doutput: torch.Tensor,
@@ -77,17 +86,14 @@ class BatchNormBwdOp(Op):
         save_invstd: torch.Tensor,
         weight: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        scale = torch.ones_like(save_mean) if weight is None else weight
-        dinput, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
-            doutput.float(),
-            input.float(),
-            scale,
-            None,
-            None,
-            save_mean,
-            save_invstd,
-            True,
-            0.0,
-            [True, True, True],
-        )
-        return dinput.to(input.dtype), dweight, dbias
+        # Formulas: ATen's own backward divides by zero where there are no elements, and ends the process.
+        channel = [1, -1] + [1] * (input.ndim - 2)
+        dims = [0, *range(2, input.ndim)]
+        invstd = save_invstd.view(channel)
+        normal = (input.float() - save_mean.view(channel)) * invstd
+        grads = doutput.float()
+        dbias, dweight = grads.sum(dims), (grads * normal).sum(dims)
+        count = max(math.prod(input.shape[2:]) * input.shape[0], 1)
+        scale = invstd if weight is None else invstd * weight.view(channel)
+        centred = grads - (dbias / count).view(channel) - normal * (dweight / count).view(channel)
+        return (centred * scale).to(input.dtype), dweight, dbias

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tileops.authoring import Op
+from tileops.authoring import KernelInterface, Op
 
 
 class FusedQKNormRoPEFwdOp(Op):
@@ -16,6 +16,8 @@ class FusedQKNormRoPEFwdOp(Op):
     stands ``R / 2`` on (``neox``) or beside it (``interleaved``). Computed in float32 (float64 for
     float64), rounded once. API: ``vllm._custom_ops.fused_qk_norm_rope``.
     """
+
+    kernel = KernelInterface(cuda=("fused_qk_norm_rope:FusedQKNormRoPE",))
 
     @staticmethod
     def decomposition(

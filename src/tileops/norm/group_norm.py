@@ -57,15 +57,15 @@ class InstanceNormFwdOp(Op):
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         channels = input.shape[1]
         if use_input_stats:
-            output = torch.group_norm(input, channels, weight, bias, eps)
+            output = torch.group_norm(input, max(channels, 1), weight, bias, eps)
             if running_mean is None or running_var is None:
                 return output
             places = list(range(2, input.ndim))
             var, mean = torch.var_mean(input.float(), places, correction=1)
             return (
                 output,
-                running_mean.lerp(mean.mean(0), momentum),
-                running_var.lerp(var.mean(0), momentum),
+                running_mean * (1 - momentum) + mean.mean(0) * momentum,
+                running_var * (1 - momentum) + var.mean(0) * momentum,
             )
         assert running_mean is not None
         assert running_var is not None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from tileops.authoring import KernelInterface, Op
@@ -24,9 +27,20 @@ _BACKWARD = KernelInterface(
 )
 
 
-def _axis(x: torch.Tensor, dim: int | None) -> int:
+def _axis(dim: int | None, rank: int) -> int:
     """The axis that ``torch.nn.functional.softmax`` takes where none is said."""
-    return dim if dim is not None else (0 if x.ndim in (0, 1, 3) else 1)
+    return dim if dim is not None else (0 if rank in (0, 1, 3) else 1)
+
+
+def _from_the_end(op: Any, ranks: Mapping[str, int]) -> Op | None:
+    """The same axis, counted from the end."""
+    rank = next(iter(ranks.values()))
+    if rank == 0:
+        return None
+    axis = _axis(op.dim, rank)
+    params = {**op._params, "dim": axis if axis < 0 else axis - rank}
+    made: Op = type(op)(**params, target=op.target)
+    return made
 
 
 class SoftmaxFwdOp(Op):
@@ -38,12 +52,13 @@ class SoftmaxFwdOp(Op):
     """
 
     kernel = _FORWARD
+    batched = _from_the_end
 
     @staticmethod
     def decomposition(
         x: torch.Tensor, *, dim: int | None, dtype: torch.dtype | None
     ) -> torch.Tensor:
-        return torch.softmax(x, _axis(x, dim), dtype=dtype)
+        return torch.softmax(x, _axis(dim, x.ndim), dtype=dtype)
 
 
 class SoftmaxBwdOp(Op):
@@ -54,6 +69,7 @@ class SoftmaxBwdOp(Op):
     """
 
     kernel = _BACKWARD
+    batched = _from_the_end
 
     @staticmethod
     def decomposition(
@@ -64,7 +80,7 @@ class SoftmaxBwdOp(Op):
         dtype: torch.dtype | None,
         wants_x: bool,
     ) -> torch.Tensor:
-        axis = _axis(output, dim)
+        axis = _axis(dim, output.ndim)
         return torch._softmax_backward_data(grad_output, output, axis, output.dtype)
 
 
@@ -78,6 +94,7 @@ class LogSoftmaxFwdOp(Op):
     """
 
     kernel = _FORWARD
+    batched = _from_the_end
 
     @staticmethod
     def decomposition(
@@ -86,9 +103,9 @@ class LogSoftmaxFwdOp(Op):
         values = input if dtype is None else input.to(dtype)
         if values.dtype in (torch.float16, torch.bfloat16):
             # ATen's kernel for the CPU rounds the logarithm before it subtracts.
-            wide = torch.log_softmax(values, _axis(input, dim), dtype=torch.float32)
+            wide = torch.log_softmax(values, _axis(dim, input.ndim), dtype=torch.float32)
             return wide.to(values.dtype)
-        return torch.log_softmax(values, _axis(input, dim))
+        return torch.log_softmax(values, _axis(dim, input.ndim))
 
 
 class LogSoftmaxBwdOp(Op):
@@ -99,6 +116,7 @@ class LogSoftmaxBwdOp(Op):
     """
 
     kernel = _BACKWARD
+    batched = _from_the_end
 
     @staticmethod
     def decomposition(
@@ -109,5 +127,5 @@ class LogSoftmaxBwdOp(Op):
         dtype: torch.dtype | None,
         wants_input: bool,
     ) -> torch.Tensor:
-        axis = _axis(output, dim)
+        axis = _axis(dim, output.ndim)
         return torch._log_softmax_backward_data(grad_output, output, axis, output.dtype)

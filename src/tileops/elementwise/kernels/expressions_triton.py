@@ -14,6 +14,7 @@ from tileops.elementwise.kernels.functions_triton import (
     expm1,
     floordivide,
     log1p,
+    negated,
     number,
     pow,
     pow_float32,
@@ -235,7 +236,7 @@ def abs(x):
 
 @triton.jit
 def neg(x):
-    return -x if x.dtype.is_floating() else 0 - x
+    return negated(x) if x.dtype.is_floating() else 0 - x
 
 
 @triton.jit

@@ -24,6 +24,12 @@ def number(x):
 
 
 @triton.jit
+def negated(x):
+    """With the sign of a zero, which Triton's ``-x``, being ``0 - x``, loses."""
+    return x * -1.0
+
+
+@triton.jit
 def truncated(x):
     return tl.where(x < 0.0, tl.ceil(x), tl.floor(x))
 
@@ -34,7 +40,7 @@ def round_even(x):
     # Beside 2**23 float32 has no fractions: adding it rounds.
     size = tl.abs(x)
     whole = tl.where(size < 8388608.0, (size + 8388608.0) - 8388608.0, size)
-    return tl.where((x < 0.0) | (1.0 / x < 0.0), -whole, whole)
+    return tl.where((x < 0.0) | (1.0 / x < 0.0), negated(whole), whole)
 
 
 @triton.jit
@@ -85,7 +91,7 @@ def floordivide(x, y):
     whole = tl.floor(quotient)
     # A quotient just below an integer may have been rounded to it.
     beyond = tl.fma(-whole, y, x)
-    above = (whole == quotient) & (beyond != 0.0) & _sign_differs(beyond, y)
+    above = (whole == quotient) & (((beyond < 0.0) & (y > 0.0)) | ((beyond > 0.0) & (y < 0.0)))
     whole = tl.where(above & (tl.abs(quotient) < 8388608.0), whole - 1.0, whole)
     # A quotient that is too small for float32, or of an infinite y, is still below 0.
     whole = tl.where((quotient == 0.0) & (x != 0.0) & _sign_differs(x, y), -1.0, whole)
@@ -113,10 +119,11 @@ def remainder(x, y):
         left = _reduced(left, (bits + (shift << 23)).to(tl.float32, bitcast=True))
         longer = (left.to(tl.int32, bitcast=True) >> 23) - (bits >> 23)
     rest = _reduced(left, divisor)
-    rest = tl.where(x < 0.0, -rest, rest)
+    rest = tl.where(x.to(tl.int32, bitcast=True) < 0, negated(rest), rest)
     # Of an infinite y every number is its own remainder; of 0 there is none.
-    rest = tl.where(plain, rest, tl.where(tl.abs(y) == float("inf"), x - x + x, x - x))
-    rest = tl.where((y == 0.0) | (y != y), float("nan"), rest)
+    own = (tl.abs(x) < float("inf")) & (tl.abs(y) == float("inf"))
+    none = (tl.abs(x) == float("inf")) | (x != x) | (y != y) | (y == 0.0)
+    rest = tl.where(none, float("nan"), tl.where(own, x, rest))
     return tl.where((rest != 0.0) & _sign_differs(rest, y), rest + y, rest)
 
 
@@ -126,7 +133,7 @@ def _signed_power(x, y, size):
     whole = tl.floor(y) == y
     odd = whole & (tl.floor(y * 0.5) * 2.0 != y)
     negative = x.to(tl.int32, bitcast=True) < 0
-    result = tl.where(negative & odd, -size, size)
+    result = tl.where(negative & odd, negated(size), size)
     return tl.where((x < 0.0) & ~whole & (x > float("-inf")), float("nan"), result)
 
 
@@ -165,8 +172,10 @@ def pow_float32(x, y):
     high = double * LOG2_E
     low = tl.fma(double, LOG2_E, -high) + double * LOG2_E_REST
     low += 2.0 * LOG2_E * tl.fma(series, s * q, rest)
-    total = e + high
-    low += (e - total) + high
+    summed = e + high
+    low += (e - summed) + high
+    total = summed + low
+    low = (summed - total) + low
     total = tl.where(size == 0.0, float("-inf"), tl.where(size < float("inf"), total, size))
     exponent = y * total
     more = tl.fma(y, total, -exponent) + y * low

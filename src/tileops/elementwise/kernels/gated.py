@@ -34,7 +34,7 @@ class Gated(Kernel):
     general = True
     device_function = "gated"
     op_ending = "AndMulFwdOp"
-    tensors = ("input", "output")
+    tensors: tuple[str, ...] = ("input", "output")
     """What the device function takes, outputs last."""
 
     @classmethod

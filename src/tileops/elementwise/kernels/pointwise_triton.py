@@ -27,12 +27,18 @@ def _flat_tile(a, b, c, y, first, n, p, q, r, EXPRESSION: tl.constexpr, TENSORS:
                SCALARS: tl.constexpr, STEPS: tl.constexpr, SIZE: tl.constexpr,
                WHOLE: tl.constexpr):  # fmt: skip
     place = tl.arange(0, SIZE)
-    values = (_flat_value(a, first, place, n, STEPS[0], WHOLE),)
-    if TENSORS > 1:
-        values += (_flat_value(b, first, place, n, STEPS[1], WHOLE),)
-    if TENSORS > 2:
-        values += (_flat_value(c, first, place, n, STEPS[2], WHOLE),)
-    result = EXPRESSION(*values, *(p, q, r)[:SCALARS]).to(y.dtype.element_ty)
+    scalars = (p, q, r)[:SCALARS]
+    x = _flat_value(a, first, place, n, STEPS[0], WHOLE)
+    if TENSORS == 1:
+        result = EXPRESSION(x, *scalars)
+    else:
+        other = _flat_value(b, first, place, n, STEPS[1], WHOLE)
+        if TENSORS == 2:
+            result = EXPRESSION(x, other, *scalars)
+        else:
+            third = _flat_value(c, first, place, n, STEPS[2], WHOLE)
+            result = EXPRESSION(x, other, third, *scalars)
+    result = result.to(y.dtype.element_ty)
     if WHOLE:
         tl.store(y + first + place, result)
     else:
@@ -93,19 +99,21 @@ def broadcasting(a, b, c, y, rows, groups, column_tiles, n0, n1, a0, a1, a2, b0,
     else:
         index = first_row.to(tl.int32) + row
         column = column.to(tl.int32)
-    values = (
-        _row_value(
-            a, index, a0, a1, a2, n0, n1, column, inside, row_inside, STEPS[0], OUTER, GRAIN
-        ),
-    )
-    if TENSORS > 1:
-        values += (
-            _row_value(b, index, b0, b1, b2, n0, n1, column, inside, row_inside, STEPS[1], OUTER, GRAIN),
-        )  # fmt: skip
-    if TENSORS > 2:
-        values += (
-            _row_value(c, index, c0, c1, c2, n0, n1, column, inside, row_inside, STEPS[2], OUTER, GRAIN),
-        )  # fmt: skip
-    result = EXPRESSION(*values, *(p, q, r)[:SCALARS]).to(y.dtype.element_ty)
+    scalars = (p, q, r)[:SCALARS]
+    x = _row_value(a, index, a0, a1, a2, n0, n1, column, inside, row_inside, STEPS[0], OUTER, GRAIN)
+    if TENSORS == 1:
+        result = EXPRESSION(x, *scalars)
+    else:
+        other = _row_value(
+            b, index, b0, b1, b2, n0, n1, column, inside, row_inside, STEPS[1], OUTER, GRAIN
+        )
+        if TENSORS == 2:
+            result = EXPRESSION(x, other, *scalars)
+        else:
+            third = _row_value(
+                c, index, c0, c1, c2, n0, n1, column, inside, row_inside, STEPS[2], OUTER, GRAIN
+            )
+            result = EXPRESSION(x, other, third, *scalars)
+    result = result.to(y.dtype.element_ty)
     to = y + (first_row * columns + first_column)
     tl.store(to + (row * columns.to(tl.int32) + place), result, mask=inside)

@@ -21,7 +21,7 @@ from tileops.engine.errors import CheckError
 from tileops.engine.manifest.entry import Branch
 from tileops.engine.signature.sharding import REPLICATE, SUM, Place, Way, ways
 
-__all__ = ["register_strategies"]
+__all__ = ["likely", "register_strategies"]
 
 _registered: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -113,8 +113,13 @@ def _possible(
     specs: dict[str, Any],
     written: list[str],
 ) -> bool:
-    """Whether the arguments can be brought there: what is written stays where it is, no partial sum is
-    made of whole values, and parts are even where they must be."""
+    """Whether the arguments may be brought there: what is written stays where it is, no partial sum is
+    made of whole values, ranks that all hold the same go on doing so, and parts are even where they
+    must be."""
+    for index, way in enumerate(combined):
+        cut = any(isinstance(place, int) for place in way.inputs.values())
+        if cut and not any(_is_cut(spec.placements[index]) for spec in specs.values()):
+            return False
     for name, places in wanted.items():
         now, shape = specs[name].placements, specs[name].shape
         if name in written and tuple(map(_placement, places)) != tuple(now):
@@ -128,6 +133,10 @@ def _possible(
                 if way.even and not _divides(parts[place], shape[place]):
                     return False
     return True
+
+
+def _is_cut(placement: Any) -> bool:
+    return not (placement.is_replicate() or placement.is_partial())
 
 
 def _divides(parts: int, size: Any) -> bool:
@@ -154,19 +163,19 @@ def _spec(mesh: Any, places: tuple[Place, ...], meta: Any) -> Any:
 
 
 def _whole(spec: Any) -> torch.Tensor | None:
-    """A tensor of the whole shape, without data. Symbolic sizes get a likely value: a decision must
-    not cost a guard."""
+    """A tensor of the whole shape, without data."""
     if spec is None:
         return None
     meta = spec.tensor_meta
-    shape, stride = tuple(map(_likely, meta.shape)), tuple(map(_likely, meta.stride))
+    shape, stride = tuple(map(likely, meta.shape)), tuple(map(likely, meta.stride))
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes():  # else a tracer would record it
         return torch.empty_strided(shape, stride, dtype=meta.dtype, device="meta")
 
 
-def _likely(size: Any) -> int:
+def likely(size: Any) -> int:
+    """A size, or a likely value of a symbolic one: a decision must not cost a guard."""
     if isinstance(size, int):
         return size
     if size.node.hint is not None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.fx import traceback as fx_traceback
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -19,7 +20,6 @@ from tileops.engine.boundary.gate import direct, keys_below_autograd
 from tileops.engine.boundary.instances import resolve
 from tileops.engine.boundary.refusals import refusing_rules
 from tileops.engine.boundary.schema import returned_of
-from tileops.engine.errors import TransformError
 from tileops.engine.manifest.entry import Branch, Entry
 
 __all__ = ["differentiable"]
@@ -70,14 +70,7 @@ def _make(
         setup_context, backward, copied = found.setup_context, found.backward, found.copied
     forward = _forward(overload, body, count, _policy(entry, branch, gradient))
 
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise TransformError(
-            cls.__name__, "forward-mode differentiation", "pass primals, or detach the input"
-        )
-
-    rules = {
-        "forward": forward, "setup_context": setup_context, "backward": backward, "jvp": jvp,
-    }  # fmt: skip
+    rules = {"forward": forward, "setup_context": setup_context, "backward": backward}
     function: Any = type(
         name, (torch.autograd.Function,), {key: staticmethod(rule) for key, rule in rules.items()}
     )
@@ -124,10 +117,21 @@ def _forward(
         args = args[:count]
         if direct() and all(type(argument) in _EXACT for argument in args[:-1]):
             return body(*args)
-        with torch._C._AutoDispatchBelowAutograd(), _tagged(policy):
+        with torch._C._AutoDispatchBelowAutograd(), _levels_below(), _tagged(policy):
             return overload.redispatch(keys_below_autograd(args), *args)
 
     return forward
+
+
+@contextlib.contextmanager
+def _levels_below() -> Iterator[None]:
+    """The levels of functorch below have graphs and tangents of their own, which must go on where
+    ``autograd.Function`` has switched both off for this one."""
+    if not torch._C._are_functorch_transforms_active():
+        yield
+        return
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        yield
 
 
 @contextlib.contextmanager
@@ -219,8 +223,9 @@ class _Rules:
     def _filled(self, ctx: Any, given: list[Any]) -> list[Any]:
         """The gradients, zeros for one that did not arrive and that the backward op must have."""
         filled = list(given)
+        like = next(grad for grad in given if grad is not None)  # a DTensor's zeros are one too
         for n, (place, needed) in enumerate(zip(self.places, self.needs_zeros, strict=True)):
             if needed and filled[n] is None and place is not None:
                 shape, dtype, device = ctx.shapes[place]
-                filled[n] = torch.zeros(shape, dtype=dtype, device=device)
+                filled[n] = like.new_zeros(shape, dtype=dtype, device=device)
         return filled

@@ -7,7 +7,6 @@ schema, body, fake and Autograd kernel.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,8 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from tileops.engine.boundary.autocast import give_autocast
+from tileops.engine.boundary.batching import give_batching
 from tileops.engine.boundary.dtensor import register_strategies
 from tileops.engine.boundary.function import differentiable
 from tileops.engine.boundary.gate import NAMES, QUIET, QUIET_BELOW, direct, keys_below_autograd
@@ -22,18 +23,15 @@ from tileops.engine.boundary.hot import ABSENT, keep_hot
 from tileops.engine.boundary.instances import live_states, resolve, resolve_fake
 from tileops.engine.boundary.naming import operator_base_name
 from tileops.engine.boundary.owners import Owner
-from tileops.engine.boundary.refusals import (
-    refuse_tangents,
-    refuse_without_storage,
-    refuse_written_grad,
-)
-from tileops.engine.boundary.schema import returned_of, schema_of
+from tileops.engine.boundary.refusals import refuse_without_storage, refuse_written_grad
+from tileops.engine.boundary.schema import call_signature, returned_of, schema_of
+from tileops.engine.boundary.tangents import carrying
 from tileops.engine.manifest.entry import Branch, Entry
 from tileops.engine.manifest.expr import Expr
 from tileops.engine.signature.generate import compile_source, presence_lines
 from tileops.engine.signature.runtime import HELPERS, refuse
 
-__all__ = ["MISSING_ARGUMENT", "Boundary", "Operator", "call_signature", "make_calls"]
+__all__ = ["MISSING_ARGUMENT", "Boundary", "Operator", "make_calls"]
 
 
 class _MissingArgument:
@@ -80,13 +78,17 @@ def _parameters(entry: Entry) -> tuple[str, list[str]]:
     return ", ".join([*parts, "**_unknown"]), [i.name for i in entry.inputs]
 
 
-def _whole_signature(entry: Entry) -> str:
-    """Under Dynamo a composition checks its whole signature: its stages would check less."""
+def _dynamo_call(entry: Entry, by_name: str) -> str:
+    """What Dynamo goes into."""
+    if entry.has_boundary:
+        return f"self._call_boundary({by_name})"
+    if not entry.composition:
+        return f"self.forward({by_name})"
     given = [
         i.name if i.optional else f"None if {i.name} is _MISSING else {i.name}"
         for i in entry.inputs
     ]
-    return f"_signature(self, {', '.join(given)}, {'out' if entry.has_out else 'None'})"
+    return f"self._call_stages(({', '.join(given)},), {'out' if entry.has_out else 'None'})"
 
 
 def _presence(entry: Entry) -> list[str]:
@@ -227,8 +229,7 @@ def calls_source(entry: Entry, branches: tuple[Branch, ...], growing: bool) -> s
         f"def __call__(self, {parameters}):",
         "    if _is_dynamo_compiling():",
         "        if _extra or _unknown: _superfluous(self, _extra, _unknown)",
-        *([f"        {_whole_signature(entry)}"] if entry.composition else []),
-        f"        return self.{'_call_boundary' if entry.has_boundary else 'forward'}({by_name})",
+        f"        return {_dynamo_call(entry, by_name)}",
     ]
     choose, run = _hot_lines(entry, names, growing)
     hot = [*choose, *run]
@@ -345,6 +346,12 @@ def _operator_source(
         # What compiled code calls: where a guard takes the call there is nothing to decide.
         *(shortcut if len(returned) == len(entry.outputs) and not written else []),
     ]
+    lines += [
+        # Compiled code enters levels of functorch that Python's own count does not see.
+        "    if _forward_level() >= 0 or _functorch():",
+        f"        r = _carried_{index}({arguments})",
+        "        if r is not NotImplemented: return r",
+    ]
     if written or returned:
         lines.append(f"    if _grad_enabled() and ({each('{}.requires_grad', ' or ')}):")
     if written:
@@ -354,8 +361,6 @@ def _operator_source(
     if returned:
         lines.append(f"        return _differentiable_{index}({arguments})")
     lines += [
-        "    if _forward_level() >= 0:",
-        f"        _refuse_tangents(_cls, ({', '.join(tensors)},))",
         f"    if {each('type({}) in _EXACT', ' and ')} and _direct():",
         f"        return _body_{index}({arguments})",
         "    with _below_autograd():",
@@ -438,7 +443,6 @@ def make_calls(
         "_bump_version": torch.autograd.graph.increment_version,
         "_refuse_without_storage": refuse_without_storage,
         "_refuse_written_grad": refuse_written_grad,
-        "_refuse_tangents": refuse_tangents,
         "_forward_level": lambda: forward_ad._current_level,
         "_below_autograd": torch._C._AutoDispatchBelowAutograd,
         "_autocast": torch._C._is_any_autocast_enabled,
@@ -485,25 +489,12 @@ def _define(
         torch.library.register_fake(f"tileops::{name}", namespace[f"_fake_{index}"], lib=library)
         library.impl(name, namespace[f"_autograd_{index}"], "Autograd")
         library.impl(name, _refusing_nested(cls, overload), "AutogradNestedTensor")
+        give_batching(cls, branch, overload, library, name)
+        give_autocast(cls, branch, overload, library, name)
         namespace[f"_op_{index}"] = overload
+        namespace[f"_carried_{index}"] = carrying(cls, branch)
         namespace[f"_differentiable_{index}"] = differentiable(
             cls, overload, branch, namespace[f"_body_{index}"], namespace["_gradient_of"]
         )
         operators.append(Operator(f"tileops::{name}", schema, branch, overload))
     return Boundary(tuple(operators), library)
-
-
-def call_signature(entry: Entry) -> inspect.Signature:
-    """The signature a reader of ``help(op)`` sees."""
-    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-    for item in (*entry.positional_inputs, *(i for i in entry.inputs if i.kw_only)):
-        kind = (
-            inspect.Parameter.KEYWORD_ONLY
-            if item.kw_only
-            else inspect.Parameter.POSITIONAL_OR_KEYWORD
-        )
-        default = None if item.optional else inspect.Parameter.empty
-        parameters.append(inspect.Parameter(item.name, kind, default=default))
-    if entry.has_out:
-        parameters.append(inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, default=None))
-    return inspect.Signature(parameters)

@@ -1,4 +1,4 @@
-"""What no operator lets pass: gradients, tangents, writes to what requires grad, odd layouts."""
+"""What no operator lets pass: gradients, writes to what requires grad, odd layouts."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
-from tileops.engine.errors import BackwardError, CheckError, TransformError
+from tileops.engine.errors import BackwardError, CheckError
 
-__all__ = [
-    "refuse_tangents", "refuse_without_storage", "refuse_written_grad", "refusing_rules",
-]  # fmt: skip
+__all__ = ["refuse_without_storage", "refuse_written_grad", "refusing_rules"]
 
 
 def refuse_without_storage(cls: Any, given: dict[str, Any]) -> None:
@@ -42,14 +39,6 @@ def refuse_written_grad(cls: Any, written: dict[str, Any], given: dict[str, Any]
                 raise BackwardError(cls.__name__) from CheckError(
                     cls.__name__, name, "a tensor that requires grad", "one that does not"
                 )
-
-
-def refuse_tangents(cls: Any, tensors: tuple[Any, ...]) -> None:
-    for tensor in tensors:
-        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise TransformError(
-                cls.__name__, "forward-mode differentiation", "pass primals, or detach the input"
-            )
 
 
 _library = torch.library.Library("tileops", "FRAGMENT")

@@ -1,10 +1,12 @@
-"""Schemas of operators."""
+"""Schemas of operators, and the signature of a call."""
 
 from __future__ import annotations
 
+import inspect
+
 from tileops.engine.manifest.entry import Branch, Entry
 
-__all__ = ["returned_of", "schema_of"]
+__all__ = ["call_signature", "returned_of", "schema_of"]
 
 
 def schema_of(entry: Entry, branch: Branch) -> str:
@@ -37,3 +39,16 @@ def returned_of(entry: Entry, branch: Branch) -> list[int]:
             or (output.is_input is not None and output.is_input in branch.writes)
         )
     ]
+
+
+def call_signature(entry: Entry) -> inspect.Signature:
+    """The signature a reader of ``help(op)`` sees."""
+    positional, keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    parameters = [inspect.Parameter("self", positional)]
+    for item in (*entry.positional_inputs, *(i for i in entry.inputs if i.kw_only)):
+        default = None if item.optional else inspect.Parameter.empty
+        kind = keyword if item.kw_only else positional
+        parameters.append(inspect.Parameter(item.name, kind, default=default))
+    if entry.has_out:
+        parameters.append(inspect.Parameter("out", keyword, default=None))
+    return inspect.Signature(parameters)

@@ -2,7 +2,7 @@
 
 What compilers and exporters keep holds a node's result types and shapes, what it writes, and in a
 joint graph how its gradient is called; none of that is in the text of the node. So the node's key ends
-in a digest of it: ``tileops.norm.rms_norm.RMSNormFwdOp(normalized_shape=(8,), eps=None) @1f0c9a7e+55d2b1c3``
+in a digest of it: ``tileops.norm.rms_norm.RMSNormFwdOp(normalized_shape=(8,), eps=0.1) @1f0c9a7e+55d2b1c3``
 (see ``docs/export.md``).
 """
 

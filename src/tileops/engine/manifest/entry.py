@@ -13,7 +13,7 @@ from tileops.engine.errors import ManifestError
 from tileops.engine.manifest.document import Located
 from tileops.engine.manifest.expr import DTYPES, Expr, ExpressionError, parse
 from tileops.engine.manifest.names import check_names
-from tileops.engine.manifest.sharding import ShardingRule, parse_rule
+from tileops.engine.manifest.sharding import ShardingRule, read_sharding
 
 __all__ = [
     "MISSING", "Branch", "Content", "Cost", "Entry", "Input", "Output", "Param", "ParamType",
@@ -164,6 +164,8 @@ class Entry:
     sharding: tuple[ShardingRule, ...]
     workloads: tuple[Workload, ...]
     cost: Cost
+    autocast: str | None = None
+    """What ``torch.autocast`` does, where it is not what follows from the rest."""
     branches: tuple[Branch, ...] = field(default=(), compare=False)
     node: Located | None = field(default=None, compare=False, repr=False)
     """The entry as written, for the lines of its fields."""
@@ -330,12 +332,6 @@ class _Reader:
             _differentiable(node),
         )
 
-    def sharding(self, key: str, node: Located) -> ShardingRule:
-        try:
-            return parse_rule(key, node.value)
-        except ExpressionError as error:
-            self.fail(node, f"sharding.{key}: {error}")
-
     def known_dtypes(self, node: Located, names: tuple[str, ...]) -> None:
         for name in names:
             if name not in DTYPES:
@@ -407,8 +403,8 @@ def parse_entry(name: str, node: Located, path: Path, family: str) -> Entry:
     rules = signature.get("rules")
     cost = node.value["cost"]
     composition = node.get("composition")
-    sharding = node.get("sharding")
     backward = node.get("backward")
+    autocast = node.get("autocast")
     entry = Entry(
         name=name,
         family=family,
@@ -435,15 +431,14 @@ def parse_entry(name: str, node: Located, path: Path, family: str) -> Entry:
         ),
         composition=composition.plain() if composition else {},
         backward=backward.value if backward else None,
-        sharding=tuple(
-            read.sharding(key, child) for key, child in (sharding.value if sharding else {}).items()
-        ),
+        sharding=read_sharding(read.fail, node.get("sharding")),
         workloads=tuple(read.workload(child) for child in node.value["workloads"].value),
         cost=Cost(
             read.need_expr(cost.value["flops"]),
             read.expr(cost.get("read_bytes")),
             read.expr(cost.get("write_bytes")),
         ),
+        autocast=autocast.value if autocast else None,
         node=node,
     )
     check_names(read.fail, node, entry)

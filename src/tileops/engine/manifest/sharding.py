@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tileops.engine.errors import ManifestError
 from tileops.engine.manifest.expr import DTYPES, Expr, ExpressionError, parse
 
 if TYPE_CHECKING:
+    from tileops.engine.manifest.document import Located
     from tileops.engine.manifest.entry import Entry
 
-__all__ = ["WORDS", "ShardingRule", "parse_rule", "share_sharding"]
+__all__ = ["WORDS", "ShardingRule", "read_sharding", "share_sharding"]
 
 WORDS = ("shard", "replicate", "sum")
 _KEY = re.compile(r"\s*([A-Za-z]\w*)\s*(?:\[\s*([A-Za-z]\w*)\s*\])?\s*")
@@ -46,8 +47,20 @@ class ShardingRule:
         return [Expr(ast.unparse(test)) for test in tests]
 
 
-def parse_rule(key: str, text: object) -> ShardingRule:
-    """One line of ``sharding``. Raises ``ExpressionError``."""
+def read_sharding(
+    fail: Callable[[Located, str], NoReturn], node: Located | None
+) -> tuple[ShardingRule, ...]:
+    """The rules of an entry; raises through ``fail``."""
+    rules = []
+    for key, child in (node.value if node else {}).items():
+        try:
+            rules.append(_rule(key, child.value))
+        except ExpressionError as error:
+            fail(child, f"sharding.{key}: {error}")
+    return tuple(rules)
+
+
+def _rule(key: str, text: object) -> ShardingRule:
     names, at = [], None
     for part in key.split(","):
         match = _KEY.fullmatch(part)

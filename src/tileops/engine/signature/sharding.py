@@ -118,8 +118,6 @@ class _Call:
         self.tagged = {**self.env, **tagged}
         self.linked: dict[Atom, set[Atom]] = {}
         self.blocked: set[str] = set()
-        self.shadowed: set[Atom] = set()
-        """Axes of size 1 that are broadcast: they stay whole."""
         self.inputs = {i.name: self.axes(i.shape) for i in self.entry.inputs if i.name in given}
         self.outputs = {
             output.name: self.axes(output.shape)
@@ -170,7 +168,6 @@ class _Call:
             column = [shape[-axis] for shape in shapes if len(shape) >= axis]
             wide = [size for size in column if size != 1] or column
             atoms = [getattr(size, "atom", None) for size in wide]
-            self.shadowed |= {s.atom for s in column if s not in wide and hasattr(s, "atom")}
             self.link([atom for atom in atoms if atom is not None])
             result.append(wide[0])
         return result
@@ -192,7 +189,7 @@ class _Call:
 
     def word(self, atom: Atom) -> str:
         name, index = atom
-        if name in self.blocked or atom in self.shadowed:
+        if name in self.blocked:
             return REPLICATE
         rules = [rule for rule in self.entry.sharding if name in rule.names]
         for rule in sorted(rules, key=lambda rule: rule.at is None):

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from tileops.engine.boundary.generate import call_signature
 from tileops.engine.boundary.naming import operator_base_name
+from tileops.engine.boundary.schema import call_signature
 from tileops.engine.errors import CheckError
 from tileops.engine.kernel import Kernel
 from tileops.engine.manifest.entry import Branch, Entry

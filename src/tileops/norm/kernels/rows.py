@@ -48,7 +48,11 @@ ROLES = {
 """The kernels' names of each op's inputs, in the op's order, which is also the kernels'."""
 UNCENTRED = {"RMSNormFwdOp", "FusedAddRMSNormFwdOp", "FusedAddRMSNormPerTokenQuantFwdOp"}
 TENSORS = ("x", "residual", "weight", "bias", "scale", "shift", "gate")
-QUANTISED = {torch.float8_e4m3fn: (448.0, 1.0 / (448.0 * 512.0)), torch.int8: (127.0, 2.0**-23)}
+QUANTISED: dict[torch.dtype | None, tuple[float, float]] = {
+    None: (0.0, 0.0),
+    torch.float8_e4m3fn: (448.0, 1.0 / (448.0 * 512.0)),
+    torch.int8: (127.0, 2.0**-23),
+}
 """Largest quantised number and smallest scale."""
 
 
@@ -255,7 +259,7 @@ class Tile:
         rows = Rows.of(call)
         if rows.x.numel == 0:
             return EMPTY
-        top, least = QUANTISED.get(rows.quantised, (0.0, 0.0))
+        top, least = QUANTISED[rows.quantised]
         build = rows.build(
             f"{DEVICE}:normalize_rows",
             *(*TENSORS, "y", "total", "quanta", "rows", "eps", "bound"),

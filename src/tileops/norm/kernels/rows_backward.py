@@ -33,9 +33,6 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HELD_BYTES = 16384
 """Longest row, in bytes, that a program holds together with its gradient and the weight's."""
 
-TENSORS = ("grad", "x", "weight", "added", "grad_x", "grad_again", "grad_weight", "grad_bias")
-"""What the kernels call the tensors of a call."""
-
 
 @dataclass(frozen=True)
 class BackwardRows:
@@ -337,13 +334,13 @@ class LongRows(Kernel):
         rows = BackwardRows.of(call)
         if rows.tensors["x"].numel == 0:
             return EMPTY
-        constants = {"VECTOR": rows.vector, "CENTRED": rows.centred}
+        constants: dict[str, Any] = {"VECTOR": rows.vector, "CENTRED": rows.centred}
         chunk = 2048 if rows.vector == 1 else 8192 // rows.tensors["x"].dtype.itemsize
         builds = [
             rows.build("stream_rows_backward", LONG_ARGUMENTS, warps=8, CHUNK=chunk, **constants)
         ]
         if rows.summed:
-            sizes = {"COLS": COLUMNS, "DEPTH": DEPTH}
+            sizes: dict[str, Any] = {"COLS": COLUMNS, "DEPTH": DEPTH}
             builds.append(
                 rows.build("column_sums", COLUMN_ARGUMENTS, warps=4, **sizes, **constants)
             )

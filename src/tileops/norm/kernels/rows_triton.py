@@ -419,7 +419,7 @@ def stream_rows(
         if CENTRED:
             part_mean, part = _moments(values, begin, cols, N, CHUNK)
             more = tl.minimum(N - begin, CHUNK).to(tl.float32)
-            mean, squares = _join(mean, squares, begin.to(tl.float32), part_mean, part, more)
+            mean, squares = _join(mean, squares, begin * 1.0, part_mean, part, more)
         else:
             squares += tl.sum(values * values, axis=0)
     size = _scale(squares, eps, N)
@@ -511,9 +511,7 @@ def normalize_chunks(
                 part_squares = tl.load(part + 1, mask=there, other=0.0)
                 begin = tl.minimum(chunk * CHUNK, N)
                 more = tl.minimum(N - begin, CHUNK).to(tl.float32)
-                mean, squares = _join(
-                    mean, squares, begin.to(tl.float32), part_mean, part_squares, more
-                )
+                mean, squares = _join(mean, squares, begin * 1.0, part_mean, part_squares, more)
             else:
                 squares += tl.load(sums + row * CHUNKS + chunk, mask=there, other=0.0)
     size = _scale(squares, eps, N)

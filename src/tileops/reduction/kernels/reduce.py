@@ -27,6 +27,7 @@ from tileops.lib.launch import (
     output_of,
     pointer_to,
 )
+from tileops.reduction.kernels.softmax import grain_of, load_all
 
 __all__ = ["Reduce"]
 
@@ -183,11 +184,7 @@ class Reduce(Kernel):
         plan = _planned(call)
         builds = (_read_build(call, plan, held), *(_merge_build(call, m) for m in plan.merges))
         identity = tuple(build.identity for build in builds)
-        return Entry(identity, functools.partial(_load, *builds), _bind)
-
-
-def _load(*builds: TritonBuild) -> tuple[Launcher, ...]:
-    return tuple(build() for build in builds)
+        return Entry(identity, functools.partial(load_all, *builds), _bind)
 
 
 @dataclass(frozen=True)
@@ -290,7 +287,7 @@ def _read_build(call: CallSpec, plan: Plan, held: int) -> TritonBuild:
     states = pointer_to(_state_type(call, scheme))
     number = "fp64" if _wide(call) else "fp32"
     rows = not plan.columns
-    grain = math.gcd(plan.step.n if rows else plan.step.inner, 16) or 16
+    grain = grain_of(plan.step.n if rows else plan.step.inner)
     if rows:
         height = plan.height
         sizes: tuple[tuple[str, str], ...] = (("rows", "i64"), ("n_groups", "i64"))
@@ -368,11 +365,11 @@ def _bind(launchers: tuple[Launcher, ...], call: CallSpec) -> Run:
     divisor = scheme.divisor(call, x.numel // max(_results(call)[0].numel, 1))
     if plan.columns:
         tiles = cdiv(step.inner, plan.columns)
-        grain = math.gcd(step.inner, 16) or 16
+        grain = grain_of(step.inner)
         grid = step.outer * plan.parts * tiles
         scalars: tuple[Any, ...] = (step.n, step.inner // grain, tiles, plan.parts, divisor)
     else:
-        grain = math.gcd(step.n, 16) or 16
+        grain = grain_of(step.n)
         grid = cdiv(step.outer, plan.height) * plan.parts
         scalars = (step.outer, step.n // grain, plan.parts, divisor)
     read, merging = launches[0], list(zip(plan.merges, launches[1:], counts[1:], strict=True))

@@ -1,0 +1,49 @@
+"""Device code of ``position.py``."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def alibi(table, y, per_entry, columns, tiles, BLOCK: tl.constexpr):
+    """Row ``h * per_entry + i`` is ``-table[h] * |i - j|``."""
+    row = tl.program_id(0) // tiles
+    first = (tl.program_id(0) % tiles) * BLOCK
+    place = tl.arange(0, BLOCK)
+    distance = tl.abs(row % per_entry - first - place).to(tl.float32)
+    value = (0.0 - tl.load(table + row // per_entry)) * distance
+    to = y + row.to(tl.int64) * columns + first
+    tl.store(to + place, value.to(y.dtype.element_ty), mask=place < columns - first)
+
+
+@triton.jit
+def sinusoidal(table, y, per_entry, columns, tiles, BLOCK: tl.constexpr):
+    """Columns ``2 * i`` and ``2 * i + 1`` of row ``p`` are sine and cosine of ``p * table[i]``."""
+    row = tl.program_id(0) // tiles
+    first = (tl.program_id(0) % tiles) * BLOCK
+    pair = first // 2 + tl.arange(0, BLOCK // 2)
+    turn = tl.load(table + pair, mask=pair < columns // 2, other=0.0)
+    angle = row.to(tl.float64) * turn
+    quarters = tl.floor(angle * 0.6366197723675814 + 0.5)
+    # pi / 2 in two parts, the first of 53 bits: what is left is exact to float32's last bit.
+    rest = tl.fma(quarters, -1.5707963267948966, angle)
+    rest = tl.fma(quarters, -6.123233995736766e-17, rest).to(tl.float32)
+    square = rest * rest
+    # The series of sine and cosine for |rest| <= pi / 4; the next terms are below 2**-26.
+    sine = tl.fma(square, 2.7557319223985893e-06, -1.984126984126984e-04)
+    sine = tl.fma(sine, square, 8.333333333333333e-03)
+    sine = tl.fma(sine, square, -0.16666666666666666)
+    sine = tl.fma(sine * square, rest, rest)
+    cosine = tl.fma(square, 2.48015873015873e-05, -1.388888888888889e-03)
+    cosine = tl.fma(cosine, square, 4.1666666666666664e-02)
+    cosine = tl.fma(cosine, square, -0.5)
+    cosine = tl.fma(cosine, square, 1.0)
+    quarter = quarters.to(tl.int64).to(tl.int32) & 3
+    swapped = (quarter & 1) == 1
+    left, right = tl.where(swapped, cosine, sine), tl.where(swapped, sine, cosine)
+    left = tl.where(quarter >= 2, -left, left)
+    right = tl.where((quarter == 1) | (quarter == 2), -right, right)
+    place = tl.arange(0, BLOCK)
+    to = y + row.to(tl.int64) * columns + first
+    value = tl.interleave(left, right).to(y.dtype.element_ty)
+    tl.store(to + place, value, mask=place < columns - first)

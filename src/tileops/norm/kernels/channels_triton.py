@@ -1,0 +1,372 @@
+"""Triton kernels that normalise channels of ``[B, C, L]``; ``channels.py`` says which when.
+
+A tile is E elements of each of CB channels: element e of a channel is that of instance ``e // L``
+at place ``e % L``. Tensors that a call has not may be the constant None. Arithmetic is in float32.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+__all__ = [
+    "channel_gradient_sums",
+    "channel_gradients",
+    "channel_moments",
+    "held_channel_gradients",
+    "held_channels",
+    "normalize_channels",
+]
+
+
+@triton.jit
+def _places(e, c, C: tl.constexpr, L: tl.constexpr):
+    instance = e // L
+    return (instance * C + c) * L + (e - instance * L)
+
+
+@triton.jit
+def _begin(DEPENDENT: tl.constexpr):
+    """With DEPENDENT a kernel may be launched before the stream's previous one has ended."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def _first(WIDE: tl.constexpr):
+    """A zero of the type that offsets need."""
+    if WIDE:
+        return tl.program_id(0).to(tl.int64) * 0
+    else:
+        return tl.program_id(0) * 0
+
+
+@triton.jit
+def _of_channels(pointer, c, C: tl.constexpr, absent):
+    """A number for each channel, ``absent`` where there is no tensor."""
+    if pointer is None:
+        return tl.zeros(c.shape, tl.float32) + absent
+    else:
+        return tl.load(pointer + c, mask=c < C, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _statistics(
+    mean,
+    squares,  # about the mean
+    running_mean,
+    running_var,
+    save_mean,
+    save_invstd,
+    count,
+    eps,
+    momentum,
+    c,
+    mask,
+):
+    """Store a batch's statistics; give ``1 / sqrt(var + eps)``."""
+    number = count.to(tl.float32)
+    invstd = tl.rsqrt(tl.div_rn(squares, number) + eps)
+    tl.store(save_mean + c, mean, mask=mask)
+    tl.store(save_invstd + c, invstd, mask=mask)
+    if running_mean is not None:
+        unbiased = tl.div_rn(squares, number - 1.0)
+        keep = 1.0 - momentum
+        old = tl.load(running_mean + c, mask=mask, other=0.0)
+        tl.store(running_mean + c, keep * old + momentum * mean, mask=mask)
+        old = tl.load(running_var + c, mask=mask, other=0.0)
+        tl.store(running_var + c, keep * old + momentum * unbiased, mask=mask)
+    return invstd
+
+
+@triton.jit
+def held_channels(
+    x,
+    running_mean,
+    running_var,
+    weight,
+    bias,
+    y,
+    save_mean,
+    save_invstd,
+    count,
+    eps,
+    momentum,
+    C: tl.constexpr,
+    L: tl.constexpr,
+    E: tl.constexpr,
+    CB: tl.constexpr,
+    WIDE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Channels of at most E elements, held in registers and read once."""
+    _begin(DEPENDENT)
+    c = tl.program_id(0) * CB + tl.arange(0, CB)[None, :]
+    e = _first(WIDE) + tl.arange(0, E)[:, None]
+    mask = (e < count) & (c < C)
+    places = _places(e, c, C, L)
+    values = tl.load(x + places, mask=mask, other=0.0).to(tl.float32)
+    mean = tl.div_rn(tl.sum(values, axis=0)[None, :], count.to(tl.float32))
+    values = tl.where(mask, values - mean, 0.0)
+    squares = tl.sum(values * values, axis=0)[None, :]
+    invstd = _statistics(
+        mean,
+        squares,
+        running_mean,
+        running_var,
+        save_mean,
+        save_invstd,
+        count,
+        eps,
+        momentum,
+        c,
+        c < C,
+    )
+    scale = invstd * _of_channels(weight, c, C, 1.0)
+    result = tl.fma(values, scale, _of_channels(bias, c, C, 0.0))
+    tl.store(y + places, result.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def channel_moments(
+    x,
+    parts,  # [3, splits, C]: numbers, means, sums of squares about them
+    count,
+    splits,
+    C: tl.constexpr,
+    L: tl.constexpr,
+    E: tl.constexpr,
+    CB: tl.constexpr,
+    WIDE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Of the elements that a program takes, every so-many-th tile (Welford 1962; the lanes are
+    joined as Chan, Golub and LeVeque 1979 do)."""
+    _begin(DEPENDENT)
+    split = tl.program_id(0) % splits
+    c = tl.program_id(0) // splits * CB + tl.arange(0, CB)[None, :]
+    lane = _first(WIDE) + split * E + tl.arange(0, E)[:, None]
+    step = splits * E
+    mean = tl.zeros([E, CB], tl.float32)
+    squares = tl.zeros([E, CB], tl.float32)
+    turns = 0.0
+    for first in range(0, count - split * E, step):
+        e = first + lane
+        mask = (e < count) & (c < C)
+        values = tl.load(x + _places(e, c, C, L), mask=mask, other=0.0).to(tl.float32)
+        turns += 1.0
+        apart = tl.where(mask, values - mean, 0.0)
+        mean += apart * (1.0 / turns)
+        squares += apart * tl.where(mask, values - mean, 0.0)
+    # How many of the turns had an element for a lane.
+    numbers = ((tl.maximum(count - lane, 0) + step - 1) // step).to(tl.float32)
+    number = tl.sum(numbers, axis=0)[None, :]
+    joined = tl.div_rn(tl.sum(numbers * mean, axis=0)[None, :], number)
+    apart = mean - joined
+    squares += tl.where(numbers > 0.0, numbers * apart * apart, 0.0)
+    part = split * C + c
+    tl.store(parts + part, number + tl.zeros([1, CB], tl.float32), mask=c < C)
+    tl.store(parts + splits * C + part, joined, mask=c < C)
+    tl.store(parts + 2 * splits * C + part, tl.sum(squares, axis=0)[None, :], mask=c < C)
+
+
+@triton.jit
+def normalize_channels(
+    x,
+    running_mean,
+    running_var,
+    weight,
+    bias,
+    y,
+    save_mean,
+    save_invstd,
+    parts,  # None in evaluation
+    count,
+    splits,
+    blocks,  # programs to a block of channels
+    eps,
+    momentum,
+    C: tl.constexpr,
+    L: tl.constexpr,
+    E: tl.constexpr,
+    CB: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TURNS: tl.constexpr,
+    WIDE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """TURNS tiles to a program."""
+    _begin(DEPENDENT)
+    block = tl.program_id(0) % blocks
+    c = tl.program_id(0) // blocks * CB + tl.arange(0, CB)[None, :]
+    if parts is None:
+        mean = _of_channels(running_mean, c, C, 0.0)
+        invstd = tl.rsqrt(_of_channels(running_var, c, C, 1.0) + eps)
+    else:
+        split = tl.arange(0, SPLITS)[:, None]
+        part = split * C + c
+        there = (split < splits) & (c < C)
+        numbers = tl.load(parts + part, mask=there, other=0.0)
+        means = tl.load(parts + splits * C + part, mask=there, other=0.0)
+        squares = tl.load(parts + 2 * splits * C + part, mask=there, other=0.0)
+        number = count.to(tl.float32)
+        mean = tl.div_rn(tl.sum(numbers * means, axis=0)[None, :], number)
+        apart = tl.where(there, means - mean, 0.0)
+        total = tl.sum(squares + numbers * apart * apart, axis=0)[None, :]
+        invstd = _statistics(
+            mean,
+            total,
+            running_mean,
+            running_var,
+            save_mean,
+            save_invstd,
+            count,
+            eps,
+            momentum,
+            c,
+            (c < C) & (block == 0),
+        )
+    scale = invstd * _of_channels(weight, c, C, 1.0)
+    shift = _of_channels(bias, c, C, 0.0)
+    for turn in tl.static_range(TURNS):
+        e = _first(WIDE) + (block * TURNS + turn) * E + tl.arange(0, E)[:, None]
+        mask = (e < count) & (c < C)
+        places = _places(e, c, C, L)
+        values = tl.load(x + places, mask=mask, other=0.0).to(tl.float32)
+        result = tl.fma(values - mean, scale, shift)
+        tl.store(y + places, result.to(y.dtype.element_ty), mask=mask)
+
+
+# --- gradients ----------------------------------------------------------------------------------
+
+
+@triton.jit
+def _read(grad, x, places, mask, mean, invstd):
+    """Gradients, and normalised values."""
+    grads = tl.load(grad + places, mask=mask, other=0.0).to(tl.float32)
+    values = tl.load(x + places, mask=mask, other=0.0).to(tl.float32)
+    return grads, tl.where(mask, (values - mean) * invstd, 0.0)
+
+
+@triton.jit
+def _gradient(grads, normal, scale, grad_weight, grad_bias, number):
+    return (grads - tl.div_rn(grad_bias, number) - normal * tl.div_rn(grad_weight, number)) * scale
+
+
+@triton.jit
+def held_channel_gradients(
+    grad,
+    x,
+    save_mean,
+    save_invstd,
+    weight,
+    grad_x,
+    grad_weight,
+    grad_bias,
+    count,
+    C: tl.constexpr,
+    L: tl.constexpr,
+    E: tl.constexpr,
+    CB: tl.constexpr,
+    WIDE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Channels of at most E elements, held in registers and read once."""
+    _begin(DEPENDENT)
+    c = tl.program_id(0) * CB + tl.arange(0, CB)[None, :]
+    e = _first(WIDE) + tl.arange(0, E)[:, None]
+    mask = (e < count) & (c < C)
+    places = _places(e, c, C, L)
+    invstd = _of_channels(save_invstd, c, C, 1.0)
+    grads, normal = _read(grad, x, places, mask, _of_channels(save_mean, c, C, 0.0), invstd)
+    of_bias = tl.sum(grads, axis=0)[None, :]
+    of_weight = tl.sum(grads * normal, axis=0)[None, :]
+    tl.store(grad_bias + c, of_bias, mask=c < C)
+    tl.store(grad_weight + c, of_weight, mask=c < C)
+    scale = invstd * _of_channels(weight, c, C, 1.0)
+    result = _gradient(grads, normal, scale, of_weight, of_bias, count.to(tl.float32))
+    tl.store(grad_x + places, result.to(grad_x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def channel_gradient_sums(
+    grad,
+    x,
+    save_mean,
+    save_invstd,
+    parts,  # [2, splits, C]: sums of gradients, and of gradients times normalised values
+    count,
+    splits,
+    C: tl.constexpr,
+    L: tl.constexpr,
+    E: tl.constexpr,
+    CB: tl.constexpr,
+    WIDE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Of the elements that a program takes, every so-many-th tile."""
+    _begin(DEPENDENT)
+    split = tl.program_id(0) % splits
+    c = tl.program_id(0) // splits * CB + tl.arange(0, CB)[None, :]
+    lane = _first(WIDE) + split * E + tl.arange(0, E)[:, None]
+    mean = _of_channels(save_mean, c, C, 0.0)
+    invstd = _of_channels(save_invstd, c, C, 1.0)
+    of_bias = tl.zeros([E, CB], tl.float32)
+    of_weight = tl.zeros([E, CB], tl.float32)
+    for first in range(0, count - split * E, splits * E):
+        e = first + lane
+        mask = (e < count) & (c < C)
+        grads, normal = _read(grad, x, _places(e, c, C, L), mask, mean, invstd)
+        of_bias += grads
+        of_weight += grads * normal
+    part = split * C + c
+    tl.store(parts + part, tl.sum(of_bias, axis=0)[None, :], mask=c < C)
+    tl.store(parts + splits * C + part, tl.sum(of_weight, axis=0)[None, :], mask=c < C)
+
+
+@triton.jit
+def channel_gradients(
+    grad,
+    x,
+    save_mean,
+    save_invstd,
+    weight,
+    grad_x,
+    grad_weight,
+    grad_bias,
+    parts,
+    count,
+    splits,
+    blocks,
+    C: tl.constexpr,
+    L: tl.constexpr,
+    E: tl.constexpr,
+    CB: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TURNS: tl.constexpr,
+    WIDE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """TURNS tiles to a program."""
+    _begin(DEPENDENT)
+    block = tl.program_id(0) % blocks
+    c = tl.program_id(0) // blocks * CB + tl.arange(0, CB)[None, :]
+    split = tl.arange(0, SPLITS)[:, None]
+    part = split * C + c
+    there = (split < splits) & (c < C)
+    of_bias = tl.sum(tl.load(parts + part, mask=there, other=0.0), axis=0)[None, :]
+    second = tl.load(parts + splits * C + part, mask=there, other=0.0)
+    of_weight = tl.sum(second, axis=0)[None, :]
+    tl.store(grad_bias + c, of_bias, mask=(c < C) & (block == 0))
+    tl.store(grad_weight + c, of_weight, mask=(c < C) & (block == 0))
+    mean = _of_channels(save_mean, c, C, 0.0)
+    invstd = _of_channels(save_invstd, c, C, 1.0)
+    scale = invstd * _of_channels(weight, c, C, 1.0)
+    number = count.to(tl.float32)
+    for turn in tl.static_range(TURNS):
+        e = _first(WIDE) + (block * TURNS + turn) * E + tl.arange(0, E)[:, None]
+        mask = (e < count) & (c < C)
+        places = _places(e, c, C, L)
+        grads, normal = _read(grad, x, places, mask, mean, invstd)
+        result = _gradient(grads, normal, scale, of_weight, of_bias, number)
+        tl.store(grad_x + places, result.to(grad_x.dtype.element_ty), mask=mask)

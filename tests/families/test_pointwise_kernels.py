@@ -1,0 +1,325 @@
+"""The pointwise scheme: kernels in Triton's interpreter against the ops' meanings, and what the compiler
+says of them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.aot import ARCHITECTURES, assert_fits, sass
+from tests.cases import op_classes, workload_call, workloads_in_every_dtype
+from tests.kernel_calls import builds_of, misaligned
+from tests.op_kernels import check_kernel, cuda_call, entry_of, prepared, run_kernel
+from tests.oracle import exact
+from tileops.elementwise import (
+    AddFwdOp,
+    AlibiFwdOp,
+    ClampTensorFwdOp,
+    DropoutFwdOp,
+    EqFwdOp,
+    MaskedFillScalarFwdOp,
+    MaskedFillTensorFwdOp,
+    MulFwdOp,
+    PowFwdOp,
+    PReLUFwdOp,
+    ReLUFwdOp,
+    RemainderFwdOp,
+    SigmoidFwdOp,
+    SiLUFwdOp,
+    SinusoidalFwdOp,
+    WhereFwdOp,
+)
+from tileops.elementwise.kernels.pointwise import collapsed
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+NAMES = [
+    name
+    for name, cls in op_classes().items()
+    if cls.entry.family == "elementwise" and cls.entry.inputs and "AndMul" not in name
+]
+LOCAL_MEMORY = {
+    "SinFwdOp": "the digits of 2/pi by which it reduces arguments above 10**5 are an array",
+    "CosFwdOp": "as SinFwdOp",
+}
+
+
+def values(shape, dtype):
+    if dtype is torch.bool:
+        return torch.rand(shape) < 0.5
+    if not dtype.is_floating_point:
+        return torch.randint(torch.iinfo(dtype).min // 2, torch.iinfo(dtype).max // 2, shape).to(
+            dtype
+        )
+    return (torch.randn(shape) * 3).to(dtype)
+
+
+# ---- every op ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_workloads(name, seed):
+    stated = op_classes()[name].entry.workloads
+    for _, workload in workloads_in_every_dtype(name):
+        if workload not in stated and workload.label != stated[0].label:
+            continue  # every workload in its dtype, and the first in every other
+        made = workload_call(name, workload, seed, 128)
+        dropped = name != "DropoutFwdOp" or made.op.training
+        if "float64" not in workload.dtypes.values() and dropped:
+            check_kernel(made.op, dict(made.inputs))
+
+
+SPECIALS = [0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -1.0, 0.5, -0.5, 2.5, -2.5, 3.0, -3.0, 20.0,
+            -20.0, 88.0, -88.0, 1e-6, -1e-6, 1e4, -1e4]  # fmt: skip
+NO_INFINITY = {"GELUFwdOp"}
+"""Where torch's own answer for infinities differs between devices."""
+SIGNS = {
+    "AbsFwdOp", "CeilFwdOp", "ErfFwdOp", "Expm1FwdOp", "FloorFwdOp", "Log1pFwdOp", "NegFwdOp",
+    "ReciprocalFwdOp", "RoundFwdOp", "SinFwdOp", "SqrtFwdOp", "TanhFwdOp", "TruncFwdOp", "DivFwdOp",
+    "FloorDivideFwdOp", "MulFwdOp", "PowFwdOp",
+}  # fmt: skip
+"""Whose zeros have the sign that IEEE 754 gives them."""
+
+
+def float_ops():
+    for name in NAMES:
+        cls = op_classes()[name]
+        tensors = [item for item in cls.entry.inputs if item.dtype is not None]
+        if "float32" in cls.entry.dtypes["T"] and name not in ("DropoutFwdOp", "PReLUFwdOp"):
+            yield pytest.param(cls, len(tensors), id=name)
+
+
+@pytest.mark.parametrize(("cls", "count"), list(float_ops()))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_special_values(cls, count, dtype):
+    op = cls(min=-1, max=2) if cls.__name__ == "ClampScalarFwdOp" else cls()
+    name = type(op).__name__
+    given_ = [v for v in SPECIALS if name not in NO_INFINITY or not math.isinf(v)]
+    one = torch.tensor(given_).to(dtype)
+    if count == 1 or name == "MaskedFillTensorFwdOp":
+        tensors = [one, torch.tensor(2.0).to(dtype)]
+    else:  # every pair; a third tensor goes along
+        first, second = torch.meshgrid(one, one, indexing="ij")
+        tensors = [first.contiguous(), second.contiguous(), second.flip(1).contiguous()]
+    inputs, left = {}, iter(tensors)
+    for item in op.entry.inputs:
+        inputs[item.name] = (
+            next(left) if item.dtype is not None else torch.arange(len(one)) % 2 == 0
+        )
+    result = check_kernel(op, inputs)
+    if name in SIGNS:
+        wanted = exact(op, inputs)[0][0].to(dtype)
+        zeros = wanted == 0
+        assert torch.equal(result.signbit()[zeros], wanted.signbit()[zeros])
+
+
+def test_a_power_in_float32():
+    x = torch.cat((torch.rand(500) * 8 + 1e-3, torch.tensor([3.0, 2.5, 1.0000001, 1e-40, 1e38])))
+    y = torch.cat((torch.randn(500) * 16, torch.tensor([80.0, -88.0, 1e8, -0.9, 0.99])))
+    check_kernel(PowFwdOp(), {"input": x, "exponent": y})
+
+
+def test_remainders_of_quotients_of_any_size():
+    x = torch.tensor([1e30, -1e30, 7e20, 65504.0, 1.0, 5.0, 3e38, -3e38]).to(torch.bfloat16)
+    y = torch.tensor([3.0, 7.0, -1e-3, 1e-5, 1e-20, -3.0, 1e-30, 2e-38]).to(torch.bfloat16)
+    check_kernel(RemainderFwdOp(), {"input": x[:, None], "other": y})
+
+
+# ---- shapes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inplace", [False, True])
+# Nothing, one element, a prime below a tile, exactly two tiles of 1024 halves, and one more than those.
+@pytest.mark.parametrize("shape", [(0, 3), (), (1,), (67,), (2, 1024), (2049,)])
+def test_flat(shape, inplace, dtype):
+    check_kernel(SiLUFwdOp(inplace=inplace), {"input": values(shape, dtype)})
+
+
+PAIRS = [
+    ((), ()), ((1,), (5,)), ((37,), ()), ((3, 4), (4,)), ((3, 1), (1, 4)), ((33, 96), (33, 1)),
+    ((5, 1031), (1031,)), ((2, 2064), (2, 1)), ((2, 1, 5), (3, 1)), ((4, 1, 6, 8), (1, 3, 1, 8)),
+    ((0,), (1,)), ((3, 0), (1, 1)), ((7, 3, 2), (7, 1, 2)), ((2, 1, 3, 1), (1, 4, 1, 5)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_broadcasting(first, second):
+    for op, dtype in (
+        (AddFwdOp(), torch.float16),
+        (AddFwdOp(), torch.bool),
+        (EqFwdOp(), torch.int64),
+    ):
+        for a, b in ((first, second), (second, first)):
+            check_kernel(op, {"input": values(a, dtype), "other": values(b, dtype)})
+
+
+def test_three_tensors():
+    for shapes in itertools.permutations([(3, 1, 40), (5, 40), (3, 5, 1)]):
+        mask, x, y = (
+            values(s, d) for s, d in zip(shapes, (torch.bool, *[torch.int16] * 2), strict=True)
+        )
+        check_kernel(WhereFwdOp(), {"condition": mask, "input": x, "other": y})
+    x, low, high = (
+        values((6, 8), torch.float16),
+        values((8,), torch.float16),
+        values((6, 1), torch.float16),
+    )
+    for given_ in ({"min": low, "max": high}, {"min": low}, {"max": high}):
+        check_kernel(ClampTensorFwdOp(), {"input": x, **given_})
+    check_kernel(
+        MaskedFillTensorFwdOp(),
+        {"input": x, "mask": values((6, 1), torch.bool), "value": torch.tensor(2.5).half()},
+    )
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (2, 3, 4), (2, 3, 4, 5), (6,), ()])
+def test_the_weight_of_prelu_lies_along_axis_1(shape):
+    weights = [torch.tensor(0.25), torch.tensor([0.25])]
+    weights += [torch.rand(shape[1])] if len(shape) > 1 else []
+    for weight in weights:
+        check_kernel(PReLUFwdOp(), {"input": values(shape, torch.float32), "weight": weight})
+
+
+sizes = st.lists(st.sampled_from([1, 2, 3, 5, 8, 16]), max_size=4)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(sizes, st.data())
+def test_any_shapes(shape, data):
+    pair = []
+    for _ in range(2):
+        kept = [data.draw(st.sampled_from([size, 1])) for size in shape]
+        pair.append(tuple(kept[data.draw(st.integers(0, len(kept))) :]))
+    a, b = (torch.randint(-9, 9, s, dtype=torch.int32) for s in pair)
+    check_kernel(MulFwdOp(), {"input": a, "other": b})
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(sizes, st.data())
+def test_collapsed_axes_reach_every_element(shape, data):
+    operands = []
+    for _ in range(2):
+        kept = [data.draw(st.sampled_from([size, 1])) for size in shape]
+        operands.append(tuple(kept))
+    whole = torch.broadcast_shapes(*operands)
+    axes, strides = collapsed(whole, operands)
+    assert math.prod(axes) == math.prod(whole)
+    for operand, steps in zip(operands, strides, strict=True):
+        flat = torch.arange(math.prod(operand)).view(operand)
+        walked = sum(
+            (torch.arange(size).view(-1, *[1] * (len(axes) - axis - 1)) * step
+             for axis, (size, step) in enumerate(zip(axes, steps, strict=True))),
+            torch.zeros(axes, dtype=torch.int64),
+        )  # fmt: skip
+        assert torch.equal(walked.flatten(), flat.expand(whole).flatten())
+
+
+def test_neighbouring_axes_are_one():
+    assert collapsed((16, 256, 56, 56), [(16, 256, 56, 56), (256, 1, 1)]) == (
+        [16, 256, 3136], [[802816, 3136, 1], [0, 1, 0]],
+    )  # fmt: skip
+    assert collapsed((4, 5, 6), [(4, 5, 6), (4, 5, 6)]) == ([120], [[1], [1]])
+    assert collapsed((4, 5, 6), [(4, 5, 6), ()]) == ([120], [[1], [0]])
+
+
+# ---- what decides a build ----------------------------------------------------------------------------
+
+
+def build_of(op, **inputs):
+    (build,) = builds_of(entry_of(cuda_call(op, inputs), op))
+    return build
+
+
+def test_what_decides_a_build():
+    x = torch.zeros(64, 64, dtype=torch.float16)
+    other = torch.zeros(6, 100, dtype=torch.float16)
+    first = build_of(AddFwdOp(alpha=0.5), input=x, other=x)
+    assert first.aligned == ("a", "b", "y")
+    # Neither sizes nor numbers among the parameters.
+    assert build_of(AddFwdOp(alpha=2), input=other, other=other).identity == first.identity
+    assert build_of(AddFwdOp(), input=x, other=x.bfloat16().half()[0]).identity != first.identity
+    rows = build_of(AddFwdOp(), input=x, other=x[:, :1].contiguous())
+    tall = torch.zeros(640, 64, dtype=torch.float16)
+    assert (
+        build_of(AddFwdOp(), input=tall, other=tall[:, :1].contiguous()).identity == rows.identity
+    )
+    # Whether 16 bytes may be read at once.
+    assert build_of(AddFwdOp(), input=misaligned(x), other=x).aligned == ("b", "y")
+    assert build_of(ReLUFwdOp(inplace=True), input=misaligned(x)).aligned == ()
+    assert build_of(MulFwdOp(), input=x, other=x).identity != first.identity
+
+
+def test_what_the_decomposition_serves():
+    x = torch.zeros(3, 5, dtype=torch.float64)
+    with pytest.raises(AssertionError, match="float64"):
+        build_of(ReLUFwdOp(), input=x)
+    wide, other = torch.zeros(2, 1, 2, 1, 2, 1), torch.zeros(1, 2, 1, 2, 1, 2)
+    with pytest.raises(AssertionError, match="6 axes"):
+        build_of(MulFwdOp(), input=wide, other=other)
+    with pytest.raises(AssertionError, match="nothing is dropped"):
+        build_of(DropoutFwdOp(p=0.0), input=x.half())
+
+
+@pytest.mark.parametrize("candidate", range(5))
+def test_candidates(candidate):
+    check_kernel(SigmoidFwdOp(), {"input": values((9001,), torch.bfloat16)}, candidate)
+    inputs = {"input": values((7, 2050), torch.float16), "mask": values((7, 1), torch.bool)}
+    check_kernel(MaskedFillScalarFwdOp(value=2.5), inputs, candidate)
+
+
+def test_dropout_by_the_seed_of_torch():
+    x = torch.ones(3000)
+    drawn, _ = run_kernel(DropoutFwdOp(p=0.25), {"input": x})
+    # 5 standard deviations of the mean of 3000.
+    assert abs((drawn == 0).float().mean() - 0.25) < 5 * math.sqrt(0.25 * 0.75 / 3000)
+    assert torch.equal(drawn[drawn != 0], torch.full_like(drawn[drawn != 0], 1 / 0.75))
+
+
+# ---- generators ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_generators(dtype):
+    for length, heads in ((1, 1), (5, 8), (37, 12)):
+        check_kernel(AlibiFwdOp(seq_len=length, num_heads=heads, out_dtype=dtype), {})
+    for length, width in ((1, 2), (70, 10), (3, 8194)):
+        check_kernel(SinusoidalFwdOp(seq_len=length, d_model=width, out_dtype=dtype), {})
+
+
+# ---- what the compiler says ------------------------------------------------------------------------------
+
+SCHEMES = {
+    "unary": (SigmoidFwdOp(), {"input": (64, 4096)}, 1),
+    "binary": (AddFwdOp(), {"input": (64, 4096), "other": (64, 4096)}, 2),
+    "row": (AddFwdOp(), {"input": (64, 4096), "other": (4096,)}, 2),
+    "column": (AddFwdOp(), {"input": (64, 4096), "other": (64, 1)}, 1),
+    "dropout": (DropoutFwdOp(seed=1), {"input": (64, 4096)}, 1),
+}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_compiles_to_wide_accesses(scheme, arch):
+    op, shapes, loads = SCHEMES[scheme]
+    meta = {n: torch.empty(s, dtype=torch.bfloat16, device="meta") for n, s in shapes.items()}
+    (build,) = builds_of(entry_of(cuda_call(op, meta, arch), op))
+    # 64 registers or fewer: half the threads of a multiprocessor, which hide memory's latency.
+    assert assert_fits(build, arch).registers <= 64
+    code = sass(build, arch)
+    assert code.count("LDG.E.128") >= loads
+    assert code.count("STG.E.128") >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("name", NAMES)
+def test_compiles_every_workload(name, arch):
+    cls = op_classes()[name]
+    for workload in cls.entry.workloads:
+        if workload.params.get("training", True):
+            prepared(cls, workload, arch, LOCAL_MEMORY.get(name))
