@@ -431,34 +431,9 @@ def rope_of_rows_gradient(batch: int) -> Tensors:
     return {"grad_output": torch.randn(batch, 3, 2, 8)}
 
 
-@cold("rope.RoPELlama31FwdOp", "rope_llama31_fwd", input_layout="2d", original_max_position=64)
-def rope_llama31(batch: int) -> Tensors:
-    return {"x": torch.randn(batch, 3, 2, 8)}
-
-
-@cold("rope.RoPELlama31BwdOp", "rope_llama31_bwd", original_max_position=64)
-def rope_llama31_gradient(batch: int) -> Tensors:
-    return {"grad_output": torch.randn(batch, 8)}
-
-
-@cold("rope.YaRNFwdOp", "rope_yarn_fwd", original_max_position=64)
-def yarn(batch: int) -> Tensors:
-    return {"x": torch.randn(batch, 8)}
-
-
-@cold("rope.YaRNBwdOp", "rope_yarn_bwd", input_layout="2d", original_max_position=64)
-def yarn_gradient(batch: int) -> Tensors:
-    return {"grad_output": torch.randn(batch, 3, 2, 8)}
-
-
 @cold("rope.LongRoPEFwdOp", "rope_long_rope_fwd", rescale_factors=(1.0, 1.5, 3.0, 8.0))
 def long_rope(batch: int) -> Tensors:
     return {"x": torch.randn(batch, 8)}
-
-
-@cold("rope.LongRoPEBwdOp", "rope_long_rope_bwd", input_layout="2d", max_position=8192)
-def long_rope_gradient(batch: int) -> Tensors:
-    return {"grad_output": torch.randn(batch, 3, 2, 8)}
 
 
 @cold("gemm.GEMMFwdOp", "gemm_fwd", "inductor")
@@ -466,9 +441,9 @@ def gemm(batch: int) -> Tensors:
     return {"a": torch.randn(batch, 8), "b": torch.randn(6, 8)}
 
 
-@cold("gemm.GEMMBwdOp", "gemm_bwd", "inductor", trans_a=True)
+@cold("gemm.GEMMBwdOp", "gemm_bwd", "inductor")
 def gemm_gradients(batch: int) -> Tensors:
-    return {"grad_d": torch.randn(batch, 6), "a": torch.randn(8, batch), "b": torch.randn(6, 8)}
+    return {"grad_d": torch.randn(batch, 6), "a": torch.randn(batch, 8), "b": torch.randn(6, 8)}
 
 
 @cold("gemm.GEMMBwdOp", "gemm_bwd_without_grad_b", wants_b=False)

@@ -75,7 +75,8 @@ def check(actual, expected):
         ((2, 3, 96), 40),  # neither half nor tail is a power of two
         ((2, 3, 7), 6),
         ((2, 3, 576), 512),
-        ((19, 1, 64), 40),  # one head: several tokens in a tile
+        ((19, 1, 64), 40),  # few heads: several tokens in a tile
+        ((23, 3, 32), None),
     ],
 )
 def test_rope(shape, rotary, index, dtype):
@@ -202,7 +203,9 @@ def sequence64(x, op, input_layout, gradient):
         (61, 24),  # neither half is a power of two, nor do rows fill a tile
         (130, 64),
         (2, 5, 3, 16),
-        (3, 70, 1, 6),  # one head: a tile holds several sequences
+        (3, 70, 1, 6),  # few heads: a tile holds several sequences
+        (2, 41, 3, 64),  # rows of a tile end within a token
+        (1, 5, 8, 128),  # fewer rows than a tile could hold
         (2, 0, 3, 8),
         (1, 2, 19, 128),
     ],
