@@ -14,7 +14,6 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from tests.conformance.test_gradients import (
     NAMES,
-    WIDE,
     calls,
     flowing,
     incoming,
@@ -29,6 +28,14 @@ from tileops.engine.errors import TransformError
 from tileops.gemm import GEMMFwdOp
 from tileops.norm import BatchNormFwdOp, RMSNormFwdOp
 from tileops.reduction import SoftmaxFwdOp
+
+FORWARD = [n for n in NAMES if not n.endswith("BwdOp") and n != "FloorDivideFwdOp"]
+"""ATen has no derivative of floor_divide."""
+SECOND = [
+    "AddFwdOp", "FusedAddRMSNormFwdOp", "GELUFwdOp", "GEMMFwdOp", "LayerNormFwdOp", "MulFwdOp",
+    "RMSNormFwdOp", "SiLUFwdOp", "SoftmaxFwdOp",
+]  # fmt: skip
+"""One of each way in which a gradient is made."""
 
 
 def functional(op, inputs, run=call):
@@ -85,7 +92,7 @@ def writes(op, inputs):
 # ---- every class ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FORWARD)
 def test_vjp(name, seed):
     for op, inputs in calls(name, seed):
         function, leaves = functional(op, inputs)
@@ -106,11 +113,16 @@ def exact_jvp(op, inputs, tangents):
         for b, t in zip(back, tangents, strict=True)
         if b is not None
     )
-    found = torch.autograd.grad(product, dummies, allow_unused=True)
+    constant = not getattr(product, "requires_grad", False)
+    found = (
+        [None] * len(dummies)
+        if constant
+        else torch.autograd.grad(product, dummies, allow_unused=True)
+    )
     return [torch.zeros_like(d) if f is None else f for d, f in zip(dummies, found, strict=True)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FORWARD)
 def test_jvp_and_dual_numbers(name, seed):
     for op, inputs in calls(name, seed):
         function, leaves = functional(op, inputs)
@@ -124,15 +136,15 @@ def test_jvp_and_dual_numbers(name, seed):
             duals = [forward_ad.make_dual(leaf, tangent) for leaf, tangent in pairs]
             unpacked = [forward_ad.unpack_dual(r) for r in function(*duals)]
         for dual, result, tangent in zip(unpacked, results, ours, strict=True):
-            torch.testing.assert_close(dual.primal, result)
-            torch.testing.assert_close(dual.tangent, tangent)
+            torch.testing.assert_close(dual.primal, result, equal_nan=True)
+            torch.testing.assert_close(dual.tangent, tangent, equal_nan=True)
 
 
 def weighed_by_slice(results):
     return sum(weighed(tuple(r[n] for r in results)) for n in range(3))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*SECOND, "GQADenseFwdOp", "MoEExpertMLPFwdOp", "SiLUAndMulFwdOp"])
 def test_vmap_of_a_gradient_and_a_gradient_of_vmap(name, seed):
     op, inputs = next(pair for pair in calls(name, seed) if not writes(*pair))
     function, leaves = functional(op, inputs)
@@ -167,7 +179,7 @@ def test_what_torch_itself_gets_wrong():
     assert not torch.allclose(wrong, right)
 
 
-@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("name", SECOND)
 def test_second_derivatives(name, seed):
     """Hessian-vector products: forward over backward, backward over backward, backward over forward."""
     for op, inputs in calls(name, seed, most=24)[:2]:
