@@ -42,11 +42,11 @@ def rope_call(
 
 @interpreted
 def run_rope(x, positions, candidate=0, multiprocessors=132, **params):
-    from tileops.rope.kernels.rotate import Plain
+    from tileops.rope.kernels.rotate import Rotate
 
     call = rope_call(x, positions, multiprocessors=multiprocessors, **params)
     with poison():
-        return run_entry(Plain.candidates(call)[candidate], call, x, positions)
+        return run_entry(Rotate.candidates(call)[candidate], call, x, positions)
 
 
 def rope64(x, positions, base=10000.0, rotary_dim=None):
@@ -133,7 +133,6 @@ def sequence_call(x, op, input_layout, gradient=False, **facts):
     )
 
 
-KERNELS = {"RoPE": "Plain", "RoPELlama31": "Llama31", "YaRN": "YaRN", "LongRoPE": "LongRoPE"}
 NEOX = ("RoPE", {"rope_layout": "neox", "base": 10000.0})
 INTERLEAVED = ("RoPE", {"rope_layout": "interleaved", "base": 500000.0})
 LLAMA31 = (
@@ -167,7 +166,7 @@ def run_sequence(x, op, input_layout, gradient, candidate=0, **facts):
     from tileops.rope.kernels import rotate
 
     call = sequence_call(x, op, input_layout, gradient, **facts)
-    kernel = getattr(rotate, KERNELS[op[0]])
+    kernel = rotate.Rotate
     assert kernel.refuses(call) is None
     with poison():
         return run_entry(kernel.candidates(call)[candidate], call, x)
@@ -237,7 +236,7 @@ def test_what_the_table_decides_is_not_in_the_machine_code():
 
     def machine_code(op, layout="2d", gradient=False, length=4096):
         call = sequence_call(((1, length, 32, 128), torch.bfloat16), op, layout, gradient)
-        return builds_of(getattr(rotate, KERNELS[op[0]]).entry_for(call))[0].identity
+        return builds_of(rotate.Rotate.entry_for(call))[0].identity
 
     one = machine_code(NEOX)
     assert {machine_code(YARN), machine_code(LLAMA31), machine_code(NEOX, gradient=True)} == {one}
@@ -246,11 +245,11 @@ def test_what_the_table_decides_is_not_in_the_machine_code():
 
 
 def test_rates_that_are_not_finite_are_refused():
-    from tileops.rope.kernels.rotate import LongRoPE
+    from tileops.rope.kernels.rotate import Rotate
 
     op = ("LongRoPE", {**LONG[1], "rescale_factors": (0.0, 1.0)})
     call = sequence_call(((7, 4), torch.float32), op, "1d")
-    assert "finite" in str(LongRoPE.refuses(call))
+    assert "finite" in str(Rotate.refuses(call))
 
 
 # ---- heads, candidates, compilation ------------------------------------------------------------------
@@ -269,24 +268,24 @@ def test_candidates(candidate):
 
 
 def test_batch_size_is_not_in_the_identity():
-    from tileops.rope.kernels.rotate import Plain
+    from tileops.rope.kernels.rotate import Rotate
 
     def identity(tokens, base=1e4):
         call = rope_call(((tokens, 32, 128), torch.bfloat16), torch.int32, base=base)
-        return Plain.entry_for(call).identity
+        return Rotate.entry_for(call).identity
 
     assert identity(1) == identity(8192)
     assert identity(1) != identity(1, 5e5)
 
 
 def compiles(shape, dtype, index, rotary, arch):
-    from tileops.rope.kernels.rotate import Plain
+    from tileops.rope.kernels.rotate import Rotate
 
     call = rope_call((shape, dtype), index, rotary_dim=rotary, arch=arch)
-    for entry in Plain.candidates(call):
+    for entry in Rotate.candidates(call):
         (build,) = builds_of(entry)
         assert_fits(build, arch)
-    return builds_of(Plain.entry_for(call))[0]
+    return builds_of(Rotate.entry_for(call))[0]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -297,10 +296,10 @@ def test_compiles_to_wide_accesses(arch):
 
 
 def compiles_sequence(shape, dtype, op, arch, candidates=1):
-    from tileops.rope.kernels.rotate import Plain
+    from tileops.rope.kernels.rotate import Rotate
 
     call = sequence_call((shape, dtype), op, "1d" if len(shape) == 2 else "2d", arch=arch)
-    builds = [builds_of(entry)[0] for entry in Plain.candidates(call)[:candidates]]
+    builds = [builds_of(entry)[0] for entry in Rotate.candidates(call)[:candidates]]
     for build in builds:
         assert_fits(build, arch)
     return builds[0]

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import math
 from fractions import Fraction
-from typing import Any, ClassVar
 
 import torch
 
@@ -21,7 +20,7 @@ from tileops.authoring import CallSpec, Entry, Kernel, Run, TensorSpec
 from tileops.lib.launch import Launcher, TritonBuild, cdiv, next_power_of_2, pointer_to
 from tileops.rope import spectra
 
-__all__ = ["Llama31", "LongRoPE", "Plain", "YaRN", "turns_per_position"]
+__all__ = ["Rotate", "turns_per_position"]
 
 DEVICE = f"{__name__}_triton"
 
@@ -57,7 +56,6 @@ class Rotate(Kernel):
 
     name = "triton_rotate"
     general = True
-    spectrum: ClassVar[Any]
 
     @classmethod
     def refuses(cls, call: CallSpec) -> str | None:
@@ -78,13 +76,11 @@ class Rotate(Kernel):
 
     @classmethod
     def _rates(cls, call: CallSpec) -> tuple[tuple[float, ...], float]:
-        return spectra.on_host(cls.spectrum, _rotary(call), call.params)
+        return spectra.of_call(call.op, _rotary(call), call.params)
 
     @classmethod
     def _entry(cls, call: CallSpec, tile: int, warps: int) -> Entry:
         rates, scale = cls._rates(call)
-        if "wants_x" in vars(call.params):  # the gradient
-            rates = tuple(-rate for rate in rates)
         build, rows = _build(call, tile, warps)
 
         def bind(artifact: tuple[Launcher, torch.Tensor], call: CallSpec) -> Run:
@@ -92,30 +88,6 @@ class Rotate(Kernel):
 
         load = functools.partial(_load, build, rates, turned(call).device)
         return Entry((build.identity, rates), load, bind)
-
-
-class Plain(Rotate):
-    """One rate for each pair, of the base alone."""
-
-    spectrum = staticmethod(spectra.plain)
-
-
-class Llama31(Rotate):
-    """The rates of Llama 3.1."""
-
-    spectrum = staticmethod(spectra.llama31)
-
-
-class YaRN(Rotate):
-    """The rates of YaRN."""
-
-    spectrum = staticmethod(spectra.yarn)
-
-
-class LongRoPE(Rotate):
-    """The rates of LongRoPE."""
-
-    spectrum = staticmethod(spectra.long_rope)
 
 
 def _heads(shape: tuple[int, ...]) -> int:
