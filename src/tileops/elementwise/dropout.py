@@ -35,7 +35,7 @@ class DropoutFwdOp(Op):
     and returns it. API: ``torch.nn.functional.dropout``.
     """
 
-    kernel = KernelInterface(cuda=("dropout:Dropout",), compiled_from=1 << 16)
+    kernel = KernelInterface(cuda=("dropout:Dropout",))
     random = True
     p: float
     training: bool
