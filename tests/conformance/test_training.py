@@ -339,7 +339,13 @@ def batched_grads(op, reference, *inputs):
 
 SMALL = {
     "rms_norm": (RMSNormFwdOp(6), lambda x, w: F.rms_norm(x, (6,), w), (3, 6), (6,)),
-    "layer_norm": (LayerNormFwdOp(6), lambda x, *wb: F.layer_norm(x, (6,), *wb), (3, 6), (6,), (6,)),
+    "layer_norm": (
+        LayerNormFwdOp(6),
+        lambda x, *wb: F.layer_norm(x, (6,), *wb),
+        (3, 6),
+        (6,),
+        (6,),
+    ),
     "silu_and_mul": (SiLUAndMulFwdOp(), lambda x: F.silu(x[:, :3]) * x[:, 3:], (4, 6)),
     "gemm": (GEMMFwdOp(), lambda a, b: a @ b.t(), (3, 4), (2, 4)),
     "mul": (MulFwdOp(), torch.mul, (3, 4), (4,)),
