@@ -99,7 +99,11 @@ class HardsigmoidFwdOp(Op):
 
     @staticmethod
     def decomposition(input: torch.Tensor, *, inplace: bool) -> torch.Tensor:
-        return F.hardsigmoid(input)
+        if not (input.requires_grad and torch.is_grad_enabled()):
+            return F.hardsigmoid(input)
+        # ATen's own has no second derivative.
+        wide = input.to(torch.promote_types(input.dtype, torch.float32))
+        return (F.hardtanh(wide + 3, 0.0, 6.0) / 6).to(input.dtype)
 
 
 class HardswishFwdOp(Op):
