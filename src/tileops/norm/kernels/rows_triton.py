@@ -50,12 +50,41 @@ def _scale(sum_of_squares, eps, N: tl.constexpr):
 
 
 @triton.jit
-def _places(row, cols, N: tl.constexpr, GROUPS: tl.constexpr, SPATIAL: tl.constexpr):
-    """Which weight belongs to each column of a row: its own, or that of its channel."""
-    if GROUPS == 0:
-        return cols
+def _of_channels(
+    pointer,
+    row,
+    begin,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SPATIAL: tl.constexpr,
+):
+    """The weights of columns ``begin`` and on of a row, or of the rows ``[TILE, 1]``: those of their
+    channels, each read once for as many columns as share it for certain."""
+    # The largest power of two that divides SPATIAL.
+    TOGETHER: tl.constexpr = SPATIAL & -SPATIAL
+    RUN: tl.constexpr = BLOCK if SPATIAL == N or TOGETHER > BLOCK else TOGETHER
+    first = (row % GROUPS).to(tl.int32) * (N // SPATIAL)
+    if RUN == BLOCK:
+        return tl.load(pointer + first + begin // SPATIAL, eviction_policy="evict_last")
     else:
-        return (row % GROUPS).to(tl.int32) * (N // SPATIAL) + cols // SPATIAL
+        starts = begin + RUN * tl.arange(0, BLOCK // RUN)
+        if len(row.shape) == 2:
+            starts = starts[None, :]
+        weights = tl.load(
+            pointer + first + starts // SPATIAL,
+            mask=starts < N,
+            other=0.0,
+            eviction_policy="evict_last",
+        )
+        if RUN == 1:
+            return weights
+        elif len(row.shape) == 2:
+            TILE: tl.constexpr = row.shape[0]
+            weights = tl.broadcast_to(weights[:, :, None], [TILE, BLOCK // RUN, RUN])
+            return tl.reshape(weights, [TILE, BLOCK])
+        else:
+            return tl.reshape(tl.broadcast_to(weights[:, None], [BLOCK // RUN, RUN]), [BLOCK])
 
 
 @triton.jit
@@ -194,14 +223,20 @@ def normalize_rows(
     added = None
     if residual is not None:
         added = _load(residual + row * N, offsets, mask, MASKED, POLICY)
-    # By each row of a tile: dearer than once for all by cache hits, cheaper by a barrier.
-    places = _places(row + lanes, cols, N, GROUPS, SPATIAL) + lanes * 0
     weights = None
-    if weight is not None:
-        weights = _load(weight, places, inside, PADDED, "evict_last")
     biases = None
-    if bias is not None:
-        biases = _load(bias, places, inside, PADDED, "evict_last")
+    if GROUPS == 0:
+        # By each row of a tile: dearer than once for all by cache hits, cheaper by a barrier.
+        places = cols + lanes * 0
+        if weight is not None:
+            weights = _load(weight, places, inside, PADDED, "evict_last")
+        if bias is not None:
+            biases = _load(bias, places, inside, PADDED, "evict_last")
+    else:
+        if weight is not None:
+            weights = _of_channels(weight, row + lanes, 0, N, BLOCK, GROUPS, SPATIAL)
+        if bias is not None:
+            biases = _of_channels(bias, row + lanes, 0, N, BLOCK, GROUPS, SPATIAL)
 
     if PERSISTENT:
         step = tl.num_programs(0).to(tl.int64) * TILE
@@ -371,11 +406,10 @@ def _normalize_chunk(
         if bias is not None:
             biases = _load(bias + begin, cols, inside, MASKED, "evict_last")
     else:
-        places = _places(row, begin + cols, N, GROUPS, SPATIAL)
         if weight is not None:
-            weights = _load(weight, places, inside, MASKED, "evict_last")
+            weights = _of_channels(weight, row, begin, N, CHUNK, GROUPS, SPATIAL)
         if bias is not None:
-            biases = _load(bias, places, inside, MASKED, "evict_last")
+            biases = _of_channels(bias, row, begin, N, CHUNK, GROUPS, SPATIAL)
     values = _affine(values, weights, biases)
     if scale is not None:
         factors = _load(scale + here, cols, inside, MASKED, "evict_first")
