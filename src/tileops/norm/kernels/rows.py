@@ -281,6 +281,7 @@ class Tile:
             DEPENDENT=self.dependent,
             TOP=top,
             LEAST=least,
+            NATIVE=rows.quantised is not None and call.device.arch >= (8, 9),
             **rows.channels,
         )
         return Entry(build.identity, build, self._bind)

@@ -100,7 +100,16 @@ def _affine(values, weights, biases):
 
 
 @triton.jit
-def _quantised(values, quanta, rows, present, bound, TOP: tl.constexpr, LEAST: tl.constexpr):
+def _quantised(
+    values,
+    quanta,
+    rows,
+    present,
+    bound,
+    TOP: tl.constexpr,
+    LEAST: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
     """The bytes of quantised rows; stores their scales."""
     # As integers, magnitudes are ordered like themselves, and NaN is the largest.
     magnitudes = tl.abs(values).to(tl.int32, bitcast=True)
@@ -110,14 +119,22 @@ def _quantised(values, quanta, rows, present, bound, TOP: tl.constexpr, LEAST: t
     scale = tl.div_rn(largest, TOP)
     scale = tl.where(scale < LEAST, LEAST, scale)
     tl.store(quanta + rows, scale, mask=present)
-    values = tl.div_rn(values, scale[:, None])
+    # A division that rounds once, in three instructions (Markstein 1990): the inverse, rounded, and
+    # what its product leaves. An infinite scale would leave NaN where the quotient is 0.
+    inverse = tl.div_rn(1.0, scale)[:, None]
+    divisor = tl.where(scale < float("inf"), scale, 0.0)[:, None]
+    quotient = values * inverse
+    exact = tl.fma(tl.fma(-quotient, divisor, values), inverse, quotient)
+    if bound is not None:  # it may be infinite
+        exact = tl.where(tl.abs(quotient) > TOP, quotient, exact)
+    values = exact
     if TOP == 127.0:
         values = tl.where(values == values, values, 0.0)
         values = tl.minimum(tl.maximum(values, -128.0), 127.0)
         # Adding 1.5 * 2**23 leaves no fraction, rounded to even.
         return ((values + 12582912.0) - 12582912.0).to(tl.int8)
     else:
-        return e4m3_bytes(values)
+        return e4m3_bytes(values, NATIVE)
 
 
 @triton.jit
@@ -147,6 +164,7 @@ def _normalize_tile(
     CENTRED: tl.constexpr,
     TOP: tl.constexpr,
     LEAST: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     """Normalise and store a tile that has been read, whose first row is row ``first``."""
     here = first * N
@@ -173,7 +191,7 @@ def _normalize_tile(
         values = values * gates.to(tl.float32)
     if quanta is not None:
         rows = first + tl.arange(0, TILE)
-        values = _quantised(values, quanta, rows, present, bound, TOP, LEAST)
+        values = _quantised(values, quanta, rows, present, bound, TOP, LEAST, NATIVE)
     _store(y + here, offsets, values, mask, MASKED)
 
 
@@ -204,6 +222,7 @@ def normalize_rows(
     SPATIAL: tl.constexpr,  # adjacent elements of one channel
     TOP: tl.constexpr,  # largest quantised number
     LEAST: tl.constexpr,  # smallest scale
+    NATIVE: tl.constexpr,  # the card has an instruction that makes float8
 ):
     """Rows held in registers: program p takes tile p, or tiles p, p + programs, and so on."""
     if DEPENDENT:
@@ -275,6 +294,7 @@ def normalize_rows(
                     CENTRED,
                     TOP,
                     LEAST,
+                    NATIVE,
                 )
                 added = added_ahead
             else:
@@ -304,6 +324,7 @@ def normalize_rows(
                     CENTRED,
                     TOP,
                     LEAST,
+                    NATIVE,
                 )
             values = values_ahead
     else:
@@ -333,6 +354,7 @@ def normalize_rows(
             CENTRED,
             TOP,
             LEAST,
+            NATIVE,
         )
 
 
