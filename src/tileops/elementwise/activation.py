@@ -89,6 +89,15 @@ class HardtanhFwdOp(Op):
         return F.hardtanh(input, min_val=min_val, max_val=max_val)
 
 
+def _coarse(input: torch.Tensor) -> bool:
+    """Whether torch would multiply by the float32 nearest to 1/6, as it does off the CPU."""
+    return input.dtype is torch.float64 and input.device.type != "cpu"
+
+
+def _sixths_of_relu6(input: torch.Tensor) -> torch.Tensor:
+    return F.relu6(input + 3) / 6
+
+
 class HardsigmoidFwdOp(Op):
     """``input + 3`` held between 0 and 6, divided by 6; ``input``: ``[*S]``.
 
@@ -99,7 +108,7 @@ class HardsigmoidFwdOp(Op):
 
     @staticmethod
     def decomposition(input: torch.Tensor, *, inplace: bool) -> torch.Tensor:
-        return F.hardsigmoid(input)
+        return _sixths_of_relu6(input) if _coarse(input) else F.hardsigmoid(input)
 
 
 class HardswishFwdOp(Op):
@@ -112,7 +121,7 @@ class HardswishFwdOp(Op):
 
     @staticmethod
     def decomposition(input: torch.Tensor, *, inplace: bool) -> torch.Tensor:
-        return F.hardswish(input)
+        return input * _sixths_of_relu6(input) if _coarse(input) else F.hardswish(input)
 
 
 class SiLUFwdOp(Op):
