@@ -17,6 +17,7 @@ LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LN_2_HIGH: tl.constexpr = tl.constexpr(0.693145751953125)
 """ln(2) in 13 bits: its product with an exponent is exact."""
 LN_2_REST: tl.constexpr = tl.constexpr(1.4286068203094173e-06)
+TWO_TO_64: tl.constexpr = tl.constexpr(18446744073709551616.0)
 
 
 @triton.jit
@@ -287,7 +288,10 @@ def _exact_power(x, y):
     total = tl.where(size == 0.0, float("-inf"), tl.where(size < float("inf"), total, size))
     exponent = y * total
     more = tl.fma(y, total, -exponent) + y * low
-    result = tl.exp2(exponent)
+    # Infinity cannot be corrected, nor a subnormal that is flushed: less or more by 2**64 until it is.
+    large, small = exponent > 64.0, exponent < -64.0
+    result = tl.exp2(exponent - tl.where(large, 64.0, tl.where(small, -64.0, 0.0)))
     corrected = tl.fma(result, more * LN_2, result)
-    result = tl.where(tl.abs(exponent) < 150.0, corrected, result)
+    result = tl.where(tl.abs(exponent) < 160.0, corrected, result)
+    result *= tl.where(large, TWO_TO_64, tl.where(small, 1.0 / TWO_TO_64, 1.0))
     return _signed_power(x, y, tl.where(_is_one(x, y), 1.0, result))
