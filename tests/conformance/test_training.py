@@ -150,6 +150,22 @@ def test_hooks_and_graphs_that_stay():
     assert torch.equal(x.grad, 2 * once)
 
 
+def test_batched_gradients():
+    """Autograd's own vmap, which is not functorch's: each slice is the gradient of that slice."""
+    for op, shapes in ((RMSNormFwdOp(8), ((3, 8), (8,))), (SiLUFwdOp(), ((3, 8),))):
+        inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+        result, batch = op(*inputs), torch.randn(5, 3, 8)
+        found = torch.autograd.grad(result, inputs, batch, is_grads_batched=True, retain_graph=True)
+        for n, grad in enumerate(batch):
+            wanted = torch.autograd.grad(result, inputs, grad, retain_graph=True)
+            torch.testing.assert_close([f[n] for f in found], list(wanted))
+        whole, by_row = (
+            torch.autograd.functional.jacobian(op, tuple(inputs), vectorize=way)
+            for way in (True, False)
+        )
+        torch.testing.assert_close(whole, by_row)
+
+
 def test_statistics_are_written_and_the_gradient_flows_past_them():
     x, weight = torch.randn(6, 3, requires_grad=True), torch.randn(3, requires_grad=True)
     statistics = [torch.randn(3), torch.rand(3)]

@@ -28,6 +28,7 @@ def _names() -> dict[str, Any]:
             "_tracing": torch._C._is_tracing,
             "_included": torch._C._dispatch_tls_is_dispatch_key_included,
             "_pre_dispatch": torch._C.DispatchKey.PreDispatch,
+            "_vmap_mode": torch._C._dispatch_key_parse("VmapMode"),
             "_autocast": torch._C._is_any_autocast_enabled,
         }
     except AttributeError:
@@ -49,6 +50,7 @@ _IN_THREAD_STATE = (
     "_functorch()",  # grad, vmap, jvp, functionalize
     "_tracing()",  # torch.jit.trace
     "_included(_pre_dispatch)",  # pre-dispatch make_fx keeps its mode elsewhere
+    "_included(_vmap_mode)",  # the vmap of torch.autograd.grad(is_grads_batched=True)
     "_autocast()",  # would cast what a body hands to torch
 )
 
