@@ -183,6 +183,10 @@ WIDE = [
 ]  # fmt: skip
 
 
+FIRST_ONLY = {"HardsigmoidFwdOp"}
+"""Of which ATen has no second derivative."""
+
+
 @pytest.mark.parametrize("name", WIDE)
 def test_float64_by_differences(name, seed):
     """First and second derivatives; the second through the backward op's own gradient."""
@@ -213,6 +217,7 @@ def test_float64_by_differences(name, seed):
             assert torch.autograd.gradgradcheck(function, leaves)
         except RuntimeError as error:
             # The decomposition is of an ATen operator without a second derivative, and says so.
+            assert type(op).__name__ in FIRST_ONLY, error
             assert "is not implemented" in str(error), error
             assert type(op).__name__ in "".join(error.__notes__).replace("Bwd", "Fwd")
 

@@ -48,8 +48,10 @@ class SiLUAndMulBwdOp(Op):
     ) -> torch.Tensor:
         gate, up = _halves(input)
         grad = grad_output.to(gate.dtype)
-        left = torch.ops.aten.silu_backward(grad * up, gate)
-        return torch.cat((left, grad * F.silu(gate)), -1).to(input.dtype)
+        # Written out: aten.silu_backward has no derivative.
+        s = torch.sigmoid(gate)
+        left = grad * up * (s * (1 + gate * (1 - s)))
+        return torch.cat((left, grad * (gate * s)), -1).to(input.dtype)
 
 
 class GELUAndMulFwdOp(Op):
