@@ -364,15 +364,9 @@ def exported(op, inputs, strict, dynamic):
     )
 
 
-@pytest.mark.parametrize(
-    ("strict", "dynamic"),
-    [
-        (False, True),
-        pytest.param(False, False, marks=pytest.mark.slow),
-        pytest.param(True, False, marks=pytest.mark.slow),
-        pytest.param(True, True, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow  # the first tier runs each class's program, not strict, in a new process: see below
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
 def test_export(samples, strict, dynamic):
     check_export(samples[:2], strict, dynamic)
 
@@ -530,7 +524,7 @@ def test_a_gradient_that_does_not_flow_is_refused(samples):
             torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_gradients_beside_an_op(backend):
     op = RMSNormFwdOp(4)
     weight = torch.nn.Parameter(torch.randn(4))
