@@ -302,7 +302,9 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Bytes, so that NaNs and signed zeros compare as they are."""
-    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(
+        tensor.detach()
+    )
     return plain.flatten().view(torch.uint8)
 
 
