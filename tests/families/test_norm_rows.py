@@ -216,7 +216,6 @@ def group_call(shape, groups, dtype, weight=True, bias=True, eps=1e-5):
     return op, inputs
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(
     ("shape", "groups"),
     [
@@ -224,14 +223,27 @@ def group_call(shape, groups, dtype, weight=True, bias=True, eps=1e-5):
         ((3, 4, 64), 2),
         ((2, 4, 1), 2),
         ((2, 8, 300), 2),
+        ((2, 6, 48), 2),
         ((1, 2, 17000), 1),
+        ((1, 2, 32768), 1),
         ((2, 3, 37), None),
         ((2, 2, 1031), None),
         ((0, 4, 8), 2),
     ],
 )
-def test_groups(shape, groups, dtype):
-    check(*group_call(shape, groups, dtype))
+def test_groups(shape, groups):
+    check(*group_call(shape, groups, FLOATS[shape[2] % 3]))
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups"), [((9, 6, 16), 3), ((4, 6, 520), 3), ((5, 3, 96), None)]
+)
+def test_every_candidate_for_groups(shape, groups):
+    """Those among them that give several tiles to a program would have to read weights anew."""
+    op, inputs = group_call(shape, groups, torch.float32)
+    call = call_for(op, inputs)
+    for way in range(1, len(chosen(call, *of_op(op)).candidates(call)), 2):
+        check(op, inputs, way, multiprocessors=1)
 
 
 def test_groups_with_and_without_weight_and_bias():

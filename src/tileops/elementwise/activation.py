@@ -108,7 +108,13 @@ class HardsigmoidFwdOp(Op):
 
     @staticmethod
     def decomposition(input: torch.Tensor, *, inplace: bool) -> torch.Tensor:
-        return _sixths_of_relu6(input) if _coarse(input) else F.hardsigmoid(input)
+        if _coarse(input):
+            return _sixths_of_relu6(input)
+        if not (input.requires_grad and torch.is_grad_enabled()):
+            return F.hardsigmoid(input)
+        # ATen's own has no second derivative.
+        wide = input.to(torch.promote_types(input.dtype, torch.float32))
+        return _sixths_of_relu6(wide).to(input.dtype)
 
 
 class HardswishFwdOp(Op):
