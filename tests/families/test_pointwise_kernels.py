@@ -178,6 +178,22 @@ def test_a_power_in_float32():
     check_kernel(PowFwdOp(), {"input": x, "exponent": y})
 
 
+def test_powers_at_the_ends_of_float32():
+    base = torch.rand(400) * 8 + 1e-3
+    x = torch.cat((base, -base[:20], torch.tensor([2.0, 0.5, 1 + 2.0**-23])))
+    size = torch.cat((torch.linspace(120, 129, 200), torch.linspace(-151, -120, 220)))
+    y = torch.cat((size / x[:420].abs().log2(), torch.tensor([127.0, -127.0, 7.4e8])))
+    check_kernel(PowFwdOp(), {"input": x, "exponent": y})
+    bases = [0.0, 1.0, 2.0, 0.5, 3.0, 1e-45, 1e-40, 3.4e38, 1 + 2.0**-23, 1 - 2.0**-24, math.inf]
+    powers = [0.0, 0.5, 1.0, 2.0, 3.0, 1e-45, 126.0, 128.0, 149.0, 2.0**24 - 1, 1e38, math.inf]
+    x = torch.tensor([*bases, *(-b for b in bases), math.nan])[:, None]
+    y = torch.tensor([*powers, *(-p for p in powers), math.nan])
+    result = check_kernel(PowFwdOp(), {"input": x, "exponent": y})
+    wanted = x.double() ** y.double()
+    whole = ~wanted.isnan() & ((wanted == 0) | wanted.isinf())
+    assert torch.equal(result.signbit()[whole], wanted.signbit()[whole])
+
+
 def test_remainders_of_quotients_of_any_size():
     x = torch.tensor([1e30, -1e30, 7e20, 65504.0, 1.0, 5.0, 3e38, -3e38]).to(torch.bfloat16)
     y = torch.tensor([3.0, 7.0, -1e-3, 1e-5, 1e-20, -3.0, 1e-30, 2e-38]).to(torch.bfloat16)
@@ -344,6 +360,10 @@ def test_generators(dtype):
         check_kernel(AlibiFwdOp(seq_len=length, num_heads=heads, out_dtype=dtype), {})
     for length, width in ((1, 2), (70, 10), (3, 8194)):
         check_kernel(SinusoidalFwdOp(seq_len=length, d_model=width, out_dtype=dtype), {})
+
+
+def test_sinusoidal_is_exact_at_far_positions():
+    check_kernel(SinusoidalFwdOp(seq_len=1500, d_model=4), {})
 
 
 # ---- what the compiler says ------------------------------------------------------------------------------
