@@ -179,7 +179,16 @@ def test_infinities_and_nan_as_torch_has_them(shape, dim, multiprocessors):
 
 
 def test_regions_cover_every_call_once():
-    for shape in [(4, 16384), (4, 16385), (4, 32768), (4, 32776), (5000, 128256), (1, 2**22), (1, 2**22 + 1), (9, 4, 3)]:
+    for shape in [
+        (4, 16384),
+        (4, 16385),
+        (4, 32768),
+        (4, 32776),
+        (5000, 128256),
+        (1, 2**22),
+        (1, 2**22 + 1),
+        (9, 4, 3),
+    ]:
         for dim in range(len(shape)):
             serving(softmax_call((shape, torch.float16), dim))
     assert serving(softmax_call(((1, 2**22 + 1), torch.float16), 1)).name == "triton_column"
