@@ -398,7 +398,7 @@ def _reduction(cls: str, operator: str, params: Mapping[str, Any], inputs: tuple
     cold(f"reduction.{cls}", f"reduction_{operator}", **params)(sample)
 
 
-for _cls, _operator, _params, *_inputs in (  # one of each signature
+for _cls, _operator, _params, *_inputs in (  # every signature
     ("SoftmaxFwdOp", "softmax_fwd", {"dim": -1}, "x"),
     ("SoftmaxBwdOp", "softmax_bwd", {"dim": -1}, "grad_output", "output"),
     ("LogSumExpFwdOp", "log_sum_exp_fwd", {"dim": (1, -1)}, "input"),
@@ -406,6 +406,7 @@ for _cls, _operator, _params, *_inputs in (  # one of each signature
     ("ProdFwdOp", "prod_fwd", {"dim": 1}, "input"),
     ("VarMeanFwdOp", "var_mean_fwd", {"dim": -1, "correction": 0}, "input"),
     ("ArgmaxFwdOp", "argmax_fwd", {"dim": -1}, "input"),
+    ("AllFwdOp", "all_fwd", {"dim": -1}, "input"),
     ("AnyFwdOp", "any_fwd", {"dim": ()}, "input"),
     ("CountNonzeroFwdOp", "count_nonzero_fwd", {"dim": 1}, "input"),
     ("CumsumFwdOp", "cumsum_fwd", {"dim": 1}, "input"),
