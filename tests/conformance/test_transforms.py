@@ -364,13 +364,14 @@ def exported(op, inputs, strict, dynamic):
     )
 
 
-@pytest.mark.slow  # the first tier runs each class's program, not strict, in a new process: see below
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_export(samples, strict, dynamic):
     check_export(samples[:2], strict, dynamic)
 
 
+# A composition, one that writes its input, one with optional inputs.
 @pytest.mark.parametrize("name", ["MoEExpertMLPFwdOp", "SiLUFwdOp", "LayerNormFwdOp"])
 def test_strict_export_in_the_first_tier(name, seed):
     check_export([(m.op, dict(m.inputs)) for m in float32_calls(name, seed)[:2]], True, True)
@@ -390,6 +391,7 @@ def check_export(samples, strict, dynamic):
                 assert not same_bits(own[n], inputs[n]), "a write is a write after export too"
 
 
+@pytest.mark.slow
 def test_an_exported_program_runs_in_a_new_process(seed, tmp_path):
     """Every class in one file each; the process that loads them has made no op."""
     count = 0
