@@ -53,7 +53,7 @@ def _signed(x, bits):
 @triton.jit
 def logistic(x):
     """``1 / (1 + e**-x)``, also where that is below 2**-126."""
-    quarter = tl.fma(exp2(x * -1.4426950408889634), 0.25, 0.25)
+    quarter = tl.fma(exp2(x * -LOG2_E), 0.25, 0.25)
     return inverse(quarter) * 0.25
 
 
@@ -121,7 +121,7 @@ def sin(x):
     """For sizes of ``x`` below 2**17, where ``x - n * PI`` is exact."""
     rounded = tl.fma(x, 0.3183098861837907, ROUNDER)
     n = rounded - ROUNDER
-    rest = tl.fma(n, -1.5099579909783764e-07, tl.fma(n, -3.1415925025939941, x))
+    rest = tl.fma(n, -PI_REST, tl.fma(n, -PI, x))
     return _wave(rest, rounded.to(tl.int32, bitcast=True))
 
 
