@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 import tileops.norm
 from tests.cases import op_classes, workload_cases
+from tests.families.test_norm_rows import steps_off
 from tests.oracle import exact
 from tileops.backend.tolerances import compare
 from tileops.engine.workloads import workload_inputs
@@ -53,8 +54,10 @@ def check(op, inputs, kernel="triton"):
         assert (given is None) == (value is None)
         if value is None:
             continue
-        if given.dtype is torch.int8:
-            assert (given.double() - value).abs().max() <= 1
+        if "quant_dtype" in op._params and given is results[0]:
+            off = steps_off(given, value)
+            assert (off <= 1).all()
+            assert (off > 0).sum() <= off.numel() // 100
             continue
         found = compare(given, value, "reduction")
         assert found.ok, (str(op), found.text)

@@ -120,11 +120,14 @@ def _quantised(
     scale = tl.where(scale < LEAST, LEAST, scale)
     tl.store(quanta + rows, scale, mask=present)
     # A division that rounds once, in three instructions (Markstein 1990): the inverse, rounded, and
-    # what its product leaves. An infinite scale would leave NaN where the quotient is 0.
+    # what its product leaves, so taken that a zero keeps its sign. An infinite scale would leave NaN
+    # where the quotient is 0.
     inverse = tl.div_rn(1.0, scale)[:, None]
     divisor = tl.where(scale < float("inf"), scale, 0.0)[:, None]
     quotient = values * inverse
-    exact = tl.fma(tl.fma(-quotient, divisor, values), inverse, quotient)
+    # (Multiplied by -1: Triton's minus subtracts from 0, and of 0 gives 0.)
+    beyond = tl.fma(quotient, divisor, values * -1.0)
+    exact = tl.fma(beyond, inverse * -1.0, quotient)
     if bound is not None:  # it may be infinite
         exact = tl.where(tl.abs(quotient) > TOP, quotient, exact)
     values = exact
