@@ -183,7 +183,13 @@ WIDE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WIDE)
+LARGE = ("GroupNormFwdOp", "InstanceNormFwdOp")
+"""Of many elements, each of which is moved twice, in the smallest call: the fast tier has LayerNorm."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in LARGE else []) for n in WIDE]
+)
 def test_float64_by_differences(name, seed):
     """First and second derivatives; the second through the backward op's own gradient."""
     for op, inputs in calls(name, seed, most=12)[:2]:

@@ -359,7 +359,7 @@ def test_batched_gradients(name):
     batched_grads(op, reference, *(torch.randn(shape) for shape in shapes))
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_autograd(backend):
     """A backward that no one has run yet, alone and within a compiled step."""
     from torch._dynamo import compiled_autograd
@@ -409,6 +409,7 @@ def test_one_graph_serves_every_batch(dynamic):
     assert count.frame_count == (1 if dynamic else 2)
 
 
+@pytest.mark.slow
 def test_a_new_process_that_finds_compiled_code_has_the_backward(tmp_path):
     """The second finds the joint graph in Inductor's cache, and traces no backward itself."""
     runs = [
