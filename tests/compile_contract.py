@@ -192,6 +192,59 @@ def mul(batch: int) -> Tensors:
     return {"input": torch.randn(batch, 8), "other": torch.randn(batch, 1)}
 
 
+@cold("elementwise.EqFwdOp", "elementwise_eq_fwd")
+def equal(batch: int) -> Tensors:
+    return {"input": torch.randint(3, (batch, 8)).float(), "other": torch.randint(3, (8,)).float()}
+
+
+@cold("elementwise.ReciprocalFwdOp", "elementwise_reciprocal_fwd")
+def reciprocal(batch: int) -> Tensors:
+    return {"input": torch.rand(batch, 8) + 0.5}
+
+
+@cold("elementwise.LogicalNotFwdOp", "elementwise_logical_not_fwd")
+def logical_not(batch: int) -> Tensors:
+    return {"input": torch.randint(2, (batch, 8)).float()}
+
+
+@cold("elementwise.WhereFwdOp", "elementwise_where_fwd")
+def where(batch: int) -> Tensors:
+    return {
+        "condition": torch.rand(batch, 8) < 0.5,
+        "input": torch.randn(batch, 8),
+        "other": torch.randn(8),
+    }
+
+
+@cold("elementwise.ClampTensorFwdOp", "elementwise_clamp_tensor_fwd")
+def clamp_tensor(batch: int) -> Tensors:
+    return {"input": torch.randn(batch, 8), "min": -torch.rand(8), "max": torch.rand(8)}
+
+
+@cold("elementwise.LerpTensorFwdOp", "elementwise_lerp_tensor_fwd")
+def lerp_tensor(batch: int) -> Tensors:
+    return {"input": torch.randn(batch, 8), "end": torch.randn(batch, 8), "weight": torch.rand(8)}
+
+
+@cold("elementwise.MaskedFillTensorFwdOp", "elementwise_masked_fill_tensor_fwd")
+def masked_fill_tensor(batch: int) -> Tensors:
+    return {
+        "input": torch.randn(batch, 8),
+        "mask": torch.rand(batch, 8) < 0.5,
+        "value": torch.tensor(0.25),
+    }
+
+
+@cold("elementwise.MaskedFillScalarFwdOp", "elementwise_masked_fill_scalar_fwd", value=0.25)
+def masked_fill_scalar(batch: int) -> Tensors:
+    return {"input": torch.randn(batch, 8), "mask": torch.rand(batch, 8) < 0.5}
+
+
+@cold("elementwise.PReLUFwdOp", "elementwise_prelu_fwd")
+def prelu(batch: int) -> Tensors:
+    return {"input": torch.randn(batch, 8), "weight": torch.rand(8)}
+
+
 @cold("elementwise.SiLUFwdOp", "elementwise_silu_fwd")
 def silu(batch: int) -> Tensors:
     return {"input": torch.randn(batch, 8)}
