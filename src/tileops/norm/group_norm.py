@@ -61,11 +61,11 @@ class InstanceNormFwdOp(Op):
                 return torch.group_norm(input, max(channels, 1), weight, bias, eps)
             # In float32, as the statistics: of halves ATen keeps them as halves on CUDA, which is
             # beyond a result's own rounding wherever that is close to 0.
-            wide = input.to(torch.promote_types(input.dtype, torch.float32))
-            factors = None if weight is None else weight.to(wide.dtype)
-            terms = None if bias is None else bias.to(wide.dtype)
-            output = torch.group_norm(wide, max(channels, 1), factors, terms, eps)
-            var, mean = torch.var_mean(wide.float(), list(range(2, input.ndim)), correction=1)
+            values = input.to(torch.promote_types(input.dtype, torch.float32))
+            factors = None if weight is None else weight.to(values.dtype)
+            terms = None if bias is None else bias.to(values.dtype)
+            output = torch.group_norm(values, max(channels, 1), factors, terms, eps)
+            var, mean = torch.var_mean(values.float(), list(range(2, input.ndim)), correction=1)
             return (
                 output.to(input.dtype),
                 running_mean * (1 - momentum) + mean.mean(0) * momentum,
