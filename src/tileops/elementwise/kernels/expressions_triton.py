@@ -259,13 +259,24 @@ def reciprocal(x, NARROW: tl.constexpr):
 
 
 @triton.jit
+def _normal(x):
+    """``x``, times 2**24 where it is subnormal: the card's approximate roots take that for zero."""
+    small = tl.abs(x) < 1.1754943508222875e-38
+    return tl.where(small, x * 16777216.0, x), small
+
+
+@triton.jit
 def sqrt(x, NARROW: tl.constexpr):
-    return tl.sqrt(x) if NARROW else tl.sqrt_rn(x)
+    if NARROW:
+        shifted, small = _normal(x)
+        return tl.sqrt(shifted) * tl.where(small, 2.44140625e-4, 1.0)  # 2**-12
+    return tl.sqrt_rn(x)
 
 
 @triton.jit
 def rsqrt(x):
-    return tl.rsqrt(x)
+    shifted, small = _normal(x)
+    return tl.rsqrt(shifted) * tl.where(small, 4096.0, 1.0)
 
 
 @triton.jit
@@ -339,7 +350,8 @@ def hardsigmoid(x):
 
 @triton.jit
 def hardswish(x):
-    return x * clampscalar(x + 3.0, 0.0, 6.0) * 0.16666666666666666
+    # The sixth first: x * 6 overflows where the result does not.
+    return x * (clampscalar(x + 3.0, 0.0, 6.0) * 0.16666666666666666)
 
 
 @triton.jit
@@ -391,8 +403,9 @@ def silu_and_slope(x, NARROW: tl.constexpr):
 
 @triton.jit
 def gelu_none_and_slope(x, NARROW: tl.constexpr):
-    cdf = normal_cdf(x, NARROW)
-    return x * cdf, cdf + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
+    # The two terms of the slope cancel near -0.75, where a narrow cdf would show.
+    slope = normal_cdf(x, False) + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
+    return x * normal_cdf(x, NARROW), slope
 
 
 @triton.jit
