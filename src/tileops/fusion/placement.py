@@ -29,12 +29,17 @@ __all__ = ["Call", "call_of", "place"]
 
 @dataclass(frozen=True)
 class Call:
-    """A node that calls an op: the op, its branch, and the argument for each input."""
+    """A node that calls an op: the op and its branch."""
 
     node: Node
     op: Op
     branch: Branch
-    arguments: tuple[Any, ...]
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """For each input of the op, what the node is given now: a node, or None."""
+        given = given_to(self.node)
+        return tuple(given.get(item.name) for item in self.entry.inputs)
 
     @property
     def entry(self) -> Entry:
@@ -50,20 +55,24 @@ class Call:
         return found
 
 
+def given_to(node: Node) -> dict[str, Any]:
+    """The arguments of a call of an operator by name."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
 def call_of(node: Node) -> Call | None:
     """The call of an op that a node is, None for any other node."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "tileops":
         return None
-    given = dict(zip((a.name for a in target._schema.arguments), node.args, strict=False))
-    given.update(node.kwargs)
-    key = given.get("instance_key")
+    key = given_to(node).get("instance_key")
     if not isinstance(key, str):
         return None  # an operator of the engine's own
     cls = owner_of(target)
     branch = next(o.branch for o in cls._boundary.operators if o.overload is target)
     op = resolve(cls, key).op
-    return Call(node, op, branch, tuple(given.get(item.name) for item in cls.entry.inputs))
+    return Call(node, op, branch)
 
 
 def served_in_tree(op: Op, device: torch.device) -> str:
@@ -129,7 +138,7 @@ def _unable(call: Call, rewrite: Rewrite) -> str:
 
 def _inline(call: Call, rewrite: Rewrite, why: str) -> str:
     """'' where the call has become its decomposition, else why not."""
-    node = call.node
+    node, device = call.node, call.device
     given = [a for a in call.arguments if a is not None]
     try:
         traced = _traced(call, [value_of(a) for a in given], rewrite)
@@ -153,7 +162,7 @@ def _inline(call: Call, rewrite: Rewrite, why: str) -> str:
         return f"inlined, {problem}"
     rewrite.report.add("inlined", node, call.name, why=why)
     edit.erase_unused([*edit.added, node, *pairs])
-    rewrite.inlined.append((call.op, call.device))
+    rewrite.inlined.append((call.op, device))
     return ""
 
 
@@ -170,6 +179,8 @@ def _traced(call: Call, values: list[Any], rewrite: Rewrite) -> GraphModule:
         inputs = [next(rest) if there else None for there in presence]
         result = decomposition(*inputs, **op._params)
         results = result if isinstance(result, tuple) else (result,)
+        for value in results:
+            _must_have_derivative(value)
         return tuple(
             _own(value, tensors, output.name in fixed)
             for output, value in zip(entry.outputs, results, strict=False)
@@ -180,6 +191,20 @@ def _traced(call: Call, values: list[Any], rewrite: Rewrite) -> GraphModule:
         traced = make_fx(function, pre_dispatch=True)(*values)
     traced.graph.eliminate_dead_code()
     return traced
+
+
+def _must_have_derivative(value: torch.Tensor | None) -> None:
+    """Raise ``NotImplementedError`` for a result that ``backward()`` would refuse: the op's own gradient
+    may know better."""
+    waiting, seen = [value.grad_fn if value is not None else None], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "NotImplemented":
+            raise NotImplementedError("torch has no derivative of a step of it")
+        waiting += [before for before, _ in node.next_functions]
 
 
 def _own(
