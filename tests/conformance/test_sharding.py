@@ -47,7 +47,9 @@ def joined(parts: list[torch.Tensor], place: Any) -> torch.Tensor:
 def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert found.dtype == expected.dtype
     # Of float32 a sum of at most some hundred products, whose order may differ; else bits.
-    torch.testing.assert_close(found.double(), expected.double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        found.double(), expected.double(), rtol=1e-5, atol=1e-5, equal_nan=True
+    )
 
 
 def run(op: Any, inputs: dict[str, torch.Tensor | None]) -> tuple[Any, ...]:
@@ -131,13 +133,10 @@ def test_parts_make_up_the_whole(name, seed):
     print(f"{name}: {tried} ways")
 
 
-def derived() -> list[str]:
-    """Classes whose gradient is no entry of its own."""
-    every = op_classes()
-    names = [name for name in with_boundary() if not every[name].entry.name.endswith("BwdOp")]
-    return [
-        n for n in names if every[n].backward_class() is not None and not every[n].entry.backward
-    ]
+def forwards() -> list[str]:
+    """Classes whose gradient is no entry of its own, where they have one."""
+    entries = {name: op_classes()[name].entry for name in with_boundary()}
+    return [n for n, e in entries.items() if not n.endswith("BwdOp") and not e.backward]
 
 
 def gradient_call(call: Any) -> tuple[Any, dict[str, Any]]:
@@ -156,8 +155,10 @@ def gradient_call(call: Any) -> tuple[Any, dict[str, Any]]:
     return op, dict(zip([i.name for i in op.entry.inputs], [*grads, *saved], strict=True))
 
 
-@pytest.mark.parametrize("name", derived())
+@pytest.mark.parametrize("name", forwards())
 def test_parts_make_up_the_whole_gradient(name, seed):
+    if op_classes()[name].backward_class() is None:
+        pytest.skip("no gradient flows")
     tried = 0
     for call in calls(name, seed):
         if not run(call.op, dict(call.inputs))[0].is_floating_point():

@@ -14,7 +14,7 @@ from tests.oracle import call, exact
 from tileops import recording
 from tileops.attention import GQADenseFwdOp
 from tileops.backend.tolerances import compare
-from tileops.elementwise import AddFwdOp, GELUFwdOp, SiLUAndMulFwdOp, SiLUFwdOp
+from tileops.elementwise import AddFwdOp, DropoutFwdOp, GELUFwdOp, SiLUAndMulFwdOp, SiLUFwdOp
 from tileops.engine.errors import TransformError
 from tileops.gemm import GEMMFwdOp
 from tileops.moe import MaskedLayoutSpec, MoEGroupedGEMMFwdOp
@@ -275,6 +275,20 @@ def test_vmap_over_an_out_buffer_is_refused():
     with pytest.raises(TransformError, match=r"writes 'out' .*moe_grouped_gemm_fwd_out"):
         torch.vmap(lambda one: op(one, b, counts, out=out))(a)
     assert not out.any()
+
+
+def test_random_numbers():
+    x = torch.ones(3, 40)
+    seeded = torch.vmap(DropoutFwdOp(0.5, seed=3))(x)
+    assert torch.equal(seeded, DropoutFwdOp(0.5, seed=3)(x[0]).expand(3, 40))
+    for randomness in ("error", "same"):
+        with pytest.raises(
+            TransformError, match=f"randomness='{randomness}'.*DropoutFwdOp|Dropout"
+        ):
+            torch.vmap(DropoutFwdOp(0.5), randomness=randomness)(x)
+    drawn = torch.vmap(DropoutFwdOp(0.5), randomness="different")(x)
+    assert not torch.equal(drawn[0], drawn[1])
+    assert torch.equal(torch.vmap(DropoutFwdOp(0.5, training=False))(x), x)
 
 
 def test_a_write_beside_vmap_is_a_write():

@@ -171,7 +171,13 @@ def specs(op, inputs, shape, dtype):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(
-    ("kind", "shape"), [("train", (32, 64)), ("eval", (32, 256, 196)), ("backward", (32, 64, 3136))]
+    ("kind", "shape"),
+    [
+        ("train", (32, 64)),
+        ("train", (32, 64, 56, 56)),
+        ("eval", (32, 256, 196)),
+        ("backward", (32, 64, 3136)),
+    ],
 )
 def test_fits(kind, shape, arch):
     if arch != ARCHITECTURES[len(shape) % 3] and kind != "train":

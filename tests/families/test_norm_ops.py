@@ -94,6 +94,10 @@ def test_quantised_rows_come_back(quant_dtype, dtype):
     assert scale.shape == (9, 1)
     assert torch.equal(total, x + residual)
     wanted = F.rms_norm(total.double(), (64,), weight.double(), 1e-6)
+    top = 127 if quant_dtype is torch.int8 else 448
+    torch.testing.assert_close(
+        scale.double(), wanted.abs().amax(-1, keepdim=True) / top, rtol=1e-6, atol=0
+    )
     back = q.double() * scale.double()
     # Half a step: of the largest for int8; for float8 a 16th of itself, or half of its subnormals'.
     step = (
@@ -101,7 +105,7 @@ def test_quantised_rows_come_back(quant_dtype, dtype):
     )
     assert ((back - wanted).abs() <= step / 2 * (1 + 1e-5)).all()
     largest = q.float().abs().amax(-1)
-    assert (largest == (127 if quant_dtype is torch.int8 else 448)).all()
+    assert (largest == top).all()
 
 
 def test_a_bound_on_the_scale_saturates():

@@ -186,7 +186,7 @@ def test_infinities_nan_and_signed_zeros(name, params, dim):
     x[1] = math.inf
     x[2] = -math.inf
     x[3, 20] = math.inf
-    x[4, ::2], x[4, 1::2] = 0.0, -0.0
+    x[4, ::2], x[4, 1::2] = -0.0, 0.0
     x[5, 3], x[5, 17] = -math.nan, math.nan
     x[6, 2], x[6, 3] = math.inf, -math.inf
     x[7, :8] = -math.inf

@@ -42,11 +42,11 @@ def rope_call(
 
 @interpreted
 def run_rope(x, positions, candidate=0, multiprocessors=132, **params):
-    from tileops.rope.kernels.rotate import Plain
+    from tileops.rope.kernels.rotate import Rotate
 
     call = rope_call(x, positions, multiprocessors=multiprocessors, **params)
     with poison():
-        return run_entry(Plain.candidates(call)[candidate], call, x, positions)
+        return run_entry(Rotate.candidates(call)[candidate], call, x, positions)
 
 
 def rope64(x, positions, base=10000.0, rotary_dim=None):
@@ -75,7 +75,8 @@ def check(actual, expected):
         ((2, 3, 96), 40),  # neither half nor tail is a power of two
         ((2, 3, 7), 6),
         ((2, 3, 576), 512),
-        ((19, 1, 64), 40),  # one head: several tokens in a tile
+        ((19, 1, 64), 40),  # few heads: several tokens in a tile
+        ((23, 3, 32), None),
     ],
 )
 def test_rope(shape, rotary, index, dtype):
@@ -127,18 +128,34 @@ def sequence_call(x, op, input_layout, gradient=False, **facts):
     params = {"input_layout": input_layout, **params, **({"wants_x": True} if gradient else {})}
     turned, result = ("grad_output", "grad_x") if gradient else ("x", "output")
     inputs, outputs = {turned: x if real else specs["x"]}, {result: specs["x"]}
-    return call_of(f"{name}{'Bwd' if gradient else 'Fwd'}Op", inputs, outputs, params=params, **facts)
+    return call_of(
+        f"{name}{'Bwd' if gradient else 'Fwd'}Op", inputs, outputs, params=params, **facts
+    )
 
 
-KERNELS = {"RoPE": "Plain", "RoPELlama31": "Llama31", "YaRN": "YaRN", "LongRoPE": "LongRoPE"}
 NEOX = ("RoPE", {"rope_layout": "neox", "base": 10000.0})
 INTERLEAVED = ("RoPE", {"rope_layout": "interleaved", "base": 500000.0})
-LLAMA31 = ("RoPELlama31", {
-    "base": 10000.0, "scaling_factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position": 64})
-YARN = ("YaRN", {
-    "base": 10000.0, "scaling_factor": 16.0, "original_max_position": 64, "beta_fast": 32.0,
-    "beta_slow": 1.0, "attn_factor": 1.0})
+LLAMA31 = (
+    "RoPELlama31",
+    {
+        "base": 10000.0,
+        "scaling_factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position": 64,
+    },
+)
+YARN = (
+    "YaRN",
+    {
+        "base": 10000.0,
+        "scaling_factor": 16.0,
+        "original_max_position": 64,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "attn_factor": 1.0,
+    },
+)
 LONG = ("LongRoPE", {
     "base": 10000.0, "rescale_factors": (1.0, 1.5, 3.0, 64.0), "max_position": 131072,
     "original_max_position": 4096})  # fmt: skip
@@ -149,7 +166,7 @@ def run_sequence(x, op, input_layout, gradient, candidate=0, **facts):
     from tileops.rope.kernels import rotate
 
     call = sequence_call(x, op, input_layout, gradient, **facts)
-    kernel = getattr(rotate, KERNELS[op[0]])
+    kernel = rotate.Rotate
     assert kernel.refuses(call) is None
     with poison():
         return run_entry(kernel.candidates(call)[candidate], call, x)
@@ -165,7 +182,9 @@ def sequence64(x, op, input_layout, gradient):
         turns = turns[:, None]
     interleaved = getattr(params, "rope_layout", "neox") == "interleaved"
     half, values = x.shape[-1] // 2, x.double()
-    places = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(half), slice(half, None))
+    places = (
+        (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(half), slice(half, None))
+    )
     left, right = (values[..., place] for place in places)
     result = torch.empty_like(values)
     result[..., places[0]] = scale * (left * turns.cos() - right * turns.sin())
@@ -183,7 +202,9 @@ def sequence64(x, op, input_layout, gradient):
         (61, 24),  # neither half is a power of two, nor do rows fill a tile
         (130, 64),
         (2, 5, 3, 16),
-        (3, 70, 1, 6),  # one head: a tile holds several sequences
+        (3, 70, 1, 6),  # few heads: a tile holds several sequences
+        (2, 41, 3, 64),  # rows of a tile end within a token
+        (1, 5, 8, 128),  # fewer rows than a tile could hold
         (2, 0, 3, 8),
         (1, 2, 19, 128),
     ],
@@ -215,7 +236,7 @@ def test_what_the_table_decides_is_not_in_the_machine_code():
 
     def machine_code(op, layout="2d", gradient=False, length=4096):
         call = sequence_call(((1, length, 32, 128), torch.bfloat16), op, layout, gradient)
-        return builds_of(getattr(rotate, KERNELS[op[0]]).entry_for(call))[0].identity
+        return builds_of(rotate.Rotate.entry_for(call))[0].identity
 
     one = machine_code(NEOX)
     assert {machine_code(YARN), machine_code(LLAMA31), machine_code(NEOX, gradient=True)} == {one}
@@ -224,11 +245,11 @@ def test_what_the_table_decides_is_not_in_the_machine_code():
 
 
 def test_rates_that_are_not_finite_are_refused():
-    from tileops.rope.kernels.rotate import LongRoPE
+    from tileops.rope.kernels.rotate import Rotate
 
     op = ("LongRoPE", {**LONG[1], "rescale_factors": (0.0, 1.0)})
     call = sequence_call(((7, 4), torch.float32), op, "1d")
-    assert "finite" in str(LongRoPE.refuses(call))
+    assert "finite" in str(Rotate.refuses(call))
 
 
 # ---- heads, candidates, compilation ------------------------------------------------------------------
@@ -247,24 +268,24 @@ def test_candidates(candidate):
 
 
 def test_batch_size_is_not_in_the_identity():
-    from tileops.rope.kernels.rotate import Plain
+    from tileops.rope.kernels.rotate import Rotate
 
     def identity(tokens, base=1e4):
         call = rope_call(((tokens, 32, 128), torch.bfloat16), torch.int32, base=base)
-        return Plain.entry_for(call).identity
+        return Rotate.entry_for(call).identity
 
     assert identity(1) == identity(8192)
     assert identity(1) != identity(1, 5e5)
 
 
 def compiles(shape, dtype, index, rotary, arch):
-    from tileops.rope.kernels.rotate import Plain
+    from tileops.rope.kernels.rotate import Rotate
 
     call = rope_call((shape, dtype), index, rotary_dim=rotary, arch=arch)
-    for entry in Plain.candidates(call):
+    for entry in Rotate.candidates(call):
         (build,) = builds_of(entry)
         assert_fits(build, arch)
-    return builds_of(Plain.entry_for(call))[0]
+    return builds_of(Rotate.entry_for(call))[0]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -275,10 +296,10 @@ def test_compiles_to_wide_accesses(arch):
 
 
 def compiles_sequence(shape, dtype, op, arch, candidates=1):
-    from tileops.rope.kernels.rotate import Plain
+    from tileops.rope.kernels.rotate import Rotate
 
     call = sequence_call((shape, dtype), op, "1d" if len(shape) == 2 else "2d", arch=arch)
-    builds = [builds_of(entry)[0] for entry in Plain.candidates(call)[:candidates]]
+    builds = [builds_of(entry)[0] for entry in Rotate.candidates(call)[:candidates]]
     for build in builds:
         assert_fits(build, arch)
     return builds[0]

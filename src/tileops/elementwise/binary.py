@@ -102,7 +102,7 @@ class RemainderFwdOp(Op):
 class PowFwdOp(Op):
     """``input ** exponent``. API: ``torch.pow``."""
 
-    kernel = KernelInterface(cuda=("pointwise:Pow",))
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
 
     @staticmethod
     def decomposition(input: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:

@@ -35,8 +35,16 @@ class DropoutFwdOp(Op):
     and returns it. API: ``torch.nn.functional.dropout``.
     """
 
-    kernel = KernelInterface(cuda=("dropout:Dropout",), compiled_from=1 << 16)
+    kernel = KernelInterface(cuda=("dropout:Dropout",))
     random = True
+    p: float
+    training: bool
+    seed: int | None
+
+    @property
+    def draws(self) -> bool:
+        """Not with a seed, nor where nothing is dropped."""
+        return self.training and self.p > 0 and self.seed is None
 
     @staticmethod
     def decomposition(

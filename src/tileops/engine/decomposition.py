@@ -23,6 +23,8 @@ __all__ = ["decomposition_kernels"]
 
 def _fresh(result: torch.Tensor, inputs: tuple[Any, ...]) -> torch.Tensor:
     """``result`` as an own, contiguous tensor: an op never returns its input or a view of it."""
+    if result._is_zerotensor():  # a derivative that is nothing but zero, without memory
+        return torch.zeros(result.shape, dtype=result.dtype, device=result.device)
     if not result.is_contiguous():
         return result.contiguous()
     pointer = result.untyped_storage().data_ptr()

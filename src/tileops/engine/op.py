@@ -159,7 +159,12 @@ class Op:
     def batched(self, ranks: Mapping[str, int]) -> Op | None:
         """Hook: the op that does along a new first axis, slice by slice, what this one does; ``ranks``:
         dims of each passed input of a slice. None: ``vmap`` calls this op for each slice."""
-        return self if takes_a_batch(self.entry) else None
+        return self if takes_a_batch(self.entry) and not self.random else None
+
+    @property
+    def draws(self) -> bool:
+        """Whether a call takes numbers from torch's generator."""
+        return self.random
 
     def settle(self, **attributes: Any) -> None:
         """Set attributes during ``setup``; afterwards an op is immutable."""
@@ -261,7 +266,7 @@ class Op:
         """A composition checks its whole signature, since its stages would check less, and is cast
         as a whole: stages that autocast casts one by one would not fit together."""
         device = next((t.device.type for t in inputs if isinstance(t, torch.Tensor)), "cpu")
-        if not torch.is_autocast_enabled(device):
+        if device == "meta" or not torch.is_autocast_enabled(device):  # meta has no autocast
             return self._run_stages(inputs, out)
         writes = out is not None or any(item.mutated is not None for item in self.entry.inputs)
         given = inputs if writes else cast_inputs(self, inputs, device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tileops.authoring import KernelInterface, Op
-from tileops.norm.rms_norm import rms_norm_gradients
+from tileops.norm.rms_norm_backward import rms_norm_gradients
 
 
 class FusedAddRMSNormFwdOp(Op):

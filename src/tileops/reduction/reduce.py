@@ -45,7 +45,10 @@ class MeanFwdOp(Op):
     def decomposition(
         input: torch.Tensor, *, dim: Axes, keepdim: bool, dtype: torch.dtype | None
     ) -> torch.Tensor:
-        return torch.mean(input, _every(input, dim), keepdim, dtype=dtype)
+        # For a half result ATen's kernel for the CPU does not cast first, as that for CUDA does.
+        halves = dtype in (torch.float16, torch.bfloat16)
+        values = input.to(dtype) if halves else input
+        return torch.mean(values, _every(input, dim), keepdim, dtype=dtype)
 
 
 class ProdFwdOp(Op):
@@ -119,7 +122,8 @@ class StdFwdOp(Op):
 
 
 class VarMeanFwdOp(Op):
-    """``VarFwdOp`` and ``MeanFwdOp`` in one reading."""
+    """``VarFwdOp`` and ``MeanFwdOp`` in one reading. As in ``torch.var_mean``, the mean of what holds
+    an infinity may be NaN."""
 
     kernel = _REDUCE
 

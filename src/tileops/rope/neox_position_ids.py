@@ -7,7 +7,7 @@ import torch
 from tileops.authoring import KernelInterface, Op
 from tileops.rope import rotation, spectra
 
-_KERNEL = KernelInterface(cuda=("rotate:Plain",), cpu=("rotate_cpu:Plain",))
+_KERNEL = KernelInterface(cuda=("rotate:Rotate",), cpu=("rotate_cpu:Rotate",))
 
 
 def _at_positions(

@@ -11,9 +11,7 @@ import torch
 from tileops.authoring import KernelInterface, Op
 from tileops.rope import rotation, spectra
 
-
-def _kernel(spectrum: str) -> KernelInterface:
-    return KernelInterface(cuda=(f"rotate:{spectrum}",), cpu=(f"rotate_cpu:{spectrum}",))
+_KERNEL = KernelInterface(cuda=("rotate:Rotate",), cpu=("rotate_cpu:Rotate",))
 
 
 def _turning(
@@ -45,7 +43,7 @@ class RoPEFwdOp(Op):
     ``RotaryEmbedding``.
     """
 
-    kernel = _kernel("Plain")
+    kernel = _KERNEL
     decomposition = staticmethod(_turning(spectra.plain, "x", "rope_layout"))
 
 
@@ -53,7 +51,7 @@ class RoPEBwdOp(Op):
     """The gradient of ``RoPEFwdOp``: ``grad_output`` turned back, since a rotation's transpose is its
     inverse."""
 
-    kernel = _kernel("Plain")
+    kernel = _KERNEL
     decomposition = staticmethod(_turning(spectra.plain, "grad_output", "rope_layout", "wants_x"))
 
 
@@ -62,14 +60,14 @@ class RoPELlama31FwdOp(Op):
     ``low_freq_factor`` times in ``original_max_position`` are slowed by ``scaling_factor``, those that
     turn more than ``high_freq_factor`` times stay. API: vLLM's ``Llama3RotaryEmbedding``."""
 
-    kernel = _kernel("Llama31")
+    kernel = _KERNEL
     decomposition = staticmethod(_turning(spectra.llama31))
 
 
 class RoPELlama31BwdOp(Op):
     """The gradient of ``RoPELlama31FwdOp``."""
 
-    kernel = _kernel("Llama31")
+    kernel = _KERNEL
     decomposition = staticmethod(_turning(spectra.llama31, "grad_output", "wants_x"))
 
 
@@ -79,14 +77,14 @@ class YaRNFwdOp(Op):
     that turn more than ``beta_fast`` times stay. Formula: Peng et al., 2023; API: vLLM's
     ``YaRNScalingRotaryEmbedding``."""
 
-    kernel = _kernel("YaRN")
+    kernel = _KERNEL
     decomposition = staticmethod(_turning(spectra.yarn))
 
 
 class YaRNBwdOp(Op):
     """The gradient of ``YaRNFwdOp``: turned back, and longer by the same factor."""
 
-    kernel = _kernel("YaRN")
+    kernel = _KERNEL
     decomposition = staticmethod(_turning(spectra.yarn, "grad_output", "wants_x"))
 
 
@@ -95,12 +93,12 @@ class LongRoPEFwdOp(Op):
     longer vectors where ``max_position`` exceeds ``original_max_position``. Formula: Ding et al., 2024;
     API: vLLM's ``Phi3LongRoPEScaledRotaryEmbedding``, one of whose two lists of factors is given."""
 
-    kernel = _kernel("LongRoPE")
+    kernel = _KERNEL
     decomposition = staticmethod(_turning(spectra.long_rope))
 
 
 class LongRoPEBwdOp(Op):
     """The gradient of ``LongRoPEFwdOp``: turned back, and longer by the same factor."""
 
-    kernel = _kernel("LongRoPE")
+    kernel = _KERNEL
     decomposition = staticmethod(_turning(spectra.long_rope, "grad_output", "wants_x"))

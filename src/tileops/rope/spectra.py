@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Spectrum", "keywords", "llama31", "long_rope", "on_host", "plain", "yarn"]
+__all__ = ["Spectrum", "keywords", "llama31", "long_rope", "of_call", "plain", "yarn"]
 
 Spectrum = tuple[torch.Tensor, float]
 Make = Callable[..., Spectrum]
@@ -107,12 +107,6 @@ def long_rope(
     return rates, scale
 
 
-def on_host(spectrum: Make, size: int, params: Any) -> tuple[tuple[float, ...], float]:
-    """The numbers of a spectrum for an op's ``params``, of which it takes what it names."""
-    wanted = keywords(spectrum)
-    return _numbers(spectrum, size, tuple((name, getattr(params, name)) for name in wanted))
-
-
 @functools.cache
 def keywords(spectrum: Make) -> tuple[str, ...]:
     """The params of an op that a spectrum depends on."""
@@ -126,3 +120,21 @@ def _numbers(
 ) -> tuple[tuple[float, ...], float]:
     rates, scale = spectrum(size, torch.device("cpu"), **dict(params))
     return tuple(rates.tolist()), scale
+
+
+SPECTRA: dict[str, Make] = {
+    "LongRoPE": long_rope,
+    "RoPE": plain,
+    "RoPELlama31": llama31,
+    "RoPENeoxPositionIds": plain,
+    "YaRN": yarn,
+}
+"""By what the names of an op's class and of its gradient's begin with."""
+
+
+def of_call(op: str, size: int, params: Any) -> tuple[tuple[float, ...], float]:
+    """The numbers of a call of the class ``op``, for kernels; a gradient turns the other way."""
+    spectrum = SPECTRA[op[: -len("FwdOp")]]
+    named = tuple((name, getattr(params, name)) for name in keywords(spectrum))
+    rates, scale = _numbers(spectrum, size, named)
+    return tuple(-rate for rate in rates) if op.endswith("BwdOp") else rates, scale

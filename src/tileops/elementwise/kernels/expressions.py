@@ -5,7 +5,19 @@ from __future__ import annotations
 from tileops.authoring import CallSpec
 from tileops.lib.launch import DeviceFunction
 
-__all__ = ["expression_of"]
+__all__ = ["CAREFUL", "care_of", "expression_of"]
+
+CAREFUL = frozenset({
+    "div", "elu", "exp", "expm1", "gelu_none", "gelu_tanh", "log", "log1p", "mish", "pow", "reciprocal",
+    "selu", "sigmoid", "silu", "softplus", "sqrt", "tanh",
+})  # fmt: skip
+"""Expressions that take fewer instructions where 11 bits are enough, and so have a last argument that
+says whether they are. Exact in float32, they would take longer than their memory."""
+
+
+def care_of(expression: DeviceFunction, narrow: bool) -> tuple[bool, ...]:
+    """What an expression is given after its numbers."""
+    return (narrow,) if expression.fn.rpartition(":")[2] in CAREFUL else ()
 
 
 def expression_of(call: CallSpec, *, without: str = "FwdOp", more: str = "") -> DeviceFunction:

@@ -1,7 +1,8 @@
 """What elementwise ops compute, one device function for each, named as ``expressions.py`` says.
 
 Floating-point values come in float32, others in their own dtype; what is returned is rounded to the
-output's dtype. What torch's kernels give for NaN, infinities and zeros of both signs holds here too.
+output's dtype. Those that ``expressions.CAREFUL`` names are told whether that is a narrow one. What
+torch's kernels give for NaN, infinities and zeros of both signs holds here too.
 """
 
 # ruff: noqa: A001, A004  (an expression has the name of its op)
@@ -13,17 +14,19 @@ from tileops.elementwise.kernels.functions_triton import (
     exp,
     expm1,
     floordivide,
+    log,
     log1p,
     negated,
     number,
     pow,
-    pow_float32,
+    quotient,
     remainder,
     round_even,
+    tanh,
     truncated,
 )
 
-__all__ = ["floordivide", "pow", "pow_float32", "remainder"]
+__all__ = ["floordivide", "log", "pow", "remainder", "tanh"]
 
 NANS: tl.constexpr = tl.constexpr(tl.PropagateNan.ALL)
 
@@ -54,8 +57,8 @@ def mul(x, y):
 
 
 @triton.jit
-def div(x, y):
-    return tl.div_rn(x, y)
+def div(x, y, NARROW: tl.constexpr):
+    return quotient(x, y, NARROW)
 
 
 @triton.jit
@@ -245,23 +248,18 @@ def sign(x):
 
 
 @triton.jit
-def reciprocal(x):
-    return tl.div_rn(1.0, x.to(tl.float32))
+def reciprocal(x, NARROW: tl.constexpr):
+    return quotient(1.0, x.to(tl.float32), NARROW)
 
 
 @triton.jit
-def sqrt(x):
-    return tl.sqrt_rn(x)
+def sqrt(x, NARROW: tl.constexpr):
+    return tl.sqrt(x) if NARROW else tl.sqrt_rn(x)
 
 
 @triton.jit
 def rsqrt(x):
     return tl.rsqrt(x)
-
-
-@triton.jit
-def log(x):
-    return tl.log(x)
 
 
 @triton.jit
@@ -328,14 +326,14 @@ def prelu(x, weight):
 
 
 @triton.jit
-def elu(x, alpha):
-    return tl.where(x > 0.0, x, expm1(x) * alpha)
+def elu(x, alpha, NARROW: tl.constexpr):
+    return tl.where(x > 0.0, x, expm1(x, NARROW) * alpha)
 
 
 @triton.jit
-def selu(x):
+def selu(x, NARROW: tl.constexpr):
     # The constants of Klambauer et al., 2017: scale, and scale * alpha.
-    return tl.where(x > 0.0, x * 1.0507009873554805, expm1(x) * 1.7580993408473766)
+    return tl.where(x > 0.0, x * 1.0507009873554805, expm1(x, NARROW) * 1.7580993408473766)
 
 
 @triton.jit
@@ -354,46 +352,39 @@ def hardswish(x):
 
 
 @triton.jit
-def sigmoid(x):
-    return tl.div_rn(1.0, 1.0 + exp(-x))
+def sigmoid(x, NARROW: tl.constexpr):
+    return quotient(1.0, 1.0 + exp(-x, NARROW), NARROW)
 
 
 @triton.jit
-def tanh(x):
-    grown = expm1(tl.minimum(2.0 * tl.abs(x), 40.0))
-    size = tl.div_rn(grown, grown + 2.0)
-    return tl.where(x != x, x, tl.where(x < 0.0, -size, tl.where(x == 0.0, x, size)))
-
-
-@triton.jit
-def softplus(x, beta, threshold):
+def softplus(x, beta, threshold, NARROW: tl.constexpr):
     scaled = x * beta
-    return tl.where(scaled > threshold, x, log1p(exp(scaled)) / beta)
+    return tl.where(scaled > threshold, x, log1p(exp(scaled, NARROW), NARROW) / beta)
 
 
 @triton.jit
-def mish(x):
+def mish(x, NARROW: tl.constexpr):
     # tanh(log(1 + e**x)) is n / (n + 2) for n = e**x * (e**x + 2), which is 1 where e**x is large.
-    power_of_e = exp(tl.minimum(x, 20.0, propagate_nan=NANS))
+    power_of_e = exp(tl.minimum(x, 20.0, propagate_nan=NANS), NARROW)
     n = power_of_e * (power_of_e + 2.0)
-    return x * tl.div_rn(n, n + 2.0)
+    return x * quotient(n, n + 2.0, NARROW)
 
 
 @triton.jit
-def silu(x):
-    value, _ = silu_and_slope(x)
+def silu(x, NARROW: tl.constexpr):
+    value, _ = silu_and_slope(x, NARROW)
     return value
 
 
 @triton.jit
-def gelu_none(x):
-    value, _ = gelu_none_and_slope(x)
+def gelu_none(x, NARROW: tl.constexpr):
+    value, _ = gelu_none_and_slope(x, NARROW)
     return value
 
 
 @triton.jit
-def gelu_tanh(x):
-    value, _ = gelu_tanh_and_slope(x)
+def gelu_tanh(x, NARROW: tl.constexpr):
+    value, _ = gelu_tanh_and_slope(x, NARROW)
     return value
 
 
@@ -401,20 +392,20 @@ def gelu_tanh(x):
 
 
 @triton.jit
-def silu_and_slope(x):
+def silu_and_slope(x, NARROW: tl.constexpr):
     """Minus infinity gives NaN as torch does."""
-    s = 1.0 / (1.0 + exp(-x))
+    s = 1.0 / (1.0 + exp(-x, NARROW))
     return x * s, s * (1.0 + x * (1.0 - s))
 
 
 @triton.jit
-def gelu_none_and_slope(x):
+def gelu_none_and_slope(x, NARROW: tl.constexpr):
     cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
     return x * cdf, cdf + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
 
 
 @triton.jit
-def gelu_tanh_and_slope(x):
+def gelu_tanh_and_slope(x, NARROW: tl.constexpr):
     # (1 + tanh(u)) / 2 is sigmoid(2u), which loses nothing where tanh is near -1.
-    s = 1.0 / (1.0 + exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    s = 1.0 / (1.0 + exp(-1.5957691216057308 * (x + 0.044715 * x * x * x), NARROW))
     return x * s, s + x * s * (1.0 - s) * (1.5957691216057308 * (1.0 + 0.134145 * x * x))

@@ -44,39 +44,86 @@ def round_even(x):
 
 
 @triton.jit
-def exp(x):
-    """``e**x``: ``x * log2(e)`` in two parts, since the rounding of a large one would be seen."""
-    high = x * LOG2_E
-    rest = tl.fma(x, LOG2_E, -high) + x * LOG2_E_REST
-    power = tl.exp2(high)
-    # Of infinities the rest is NaN.
-    return tl.where(tl.abs(high) < 150.0, tl.fma(power, rest * LN_2, power), power)
+def quotient(x, y, NARROW: tl.constexpr):
+    """``x / y``; ``NARROW`` here and below: exact enough for a result of at most 11 bits."""
+    return x / y if NARROW else tl.div_rn(x, y)
 
 
 @triton.jit
-def expm1(x):
-    bounded = tl.where(x < -100.0, -100.0, x)
-    n = tl.minimum(tl.floor(bounded * LOG2_E + 0.5), 128.0)
-    f = tl.fma(n, -LN_2_REST, tl.fma(n, -LN_2_HIGH, bounded))
-    # The series of (e**f - 1) / f for |f| < ln(2) / 2; the next term is below 2**-26.
-    series = 1.0 / 5040.0 + f * (1.0 / 40320.0)
-    series = tl.fma(series, f, 1.0 / 720.0)
-    series = tl.fma(series, f, 1.0 / 120.0)
-    series = tl.fma(series, f, 1.0 / 24.0)
-    series = tl.fma(series, f, 1.0 / 6.0)
-    series = tl.fma(series, f, 0.5)
-    series = tl.fma(series * f, f, f)
-    half = tl.exp2(n - 1.0)  # 2**n itself may be too large
-    result = 2.0 * tl.fma(half, series, half - 0.5)
-    return tl.where(x == 0.0, x, result)
+def exp(x, NARROW: tl.constexpr):
+    """``e**x``; exactly, of ``x * log2(e)`` in two parts, since the rounding of a large one is seen."""
+    if NARROW:
+        return tl.exp(x)
+    else:
+        high = x * LOG2_E
+        rest = tl.fma(x, LOG2_E_REST, tl.fma(x, LOG2_E, -high))
+        power = tl.exp2(high)
+        # Of infinities the rest is NaN.
+        return tl.where(tl.abs(high) < 150.0, tl.fma(power, rest * LN_2, power), power)
 
 
 @triton.jit
-def log1p(x):
-    """``log(1 + x)``: what the sum's rounding does to its logarithm it does to ``sum - 1`` as well."""
-    total = 1.0 + x
-    corrected = tl.log(total) * tl.div_rn(x, total - 1.0)
-    return tl.where((total == 1.0) | (x == float("inf")), x, corrected)
+def log2(x, NARROW: tl.constexpr):
+    if NARROW:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.log2(x)
+
+
+@triton.jit
+def log(x, NARROW: tl.constexpr):
+    return log2(x, True) * LN_2 if NARROW else tl.log(x)
+
+
+@triton.jit
+def expm1(x, NARROW: tl.constexpr):
+    if NARROW:
+        near = tl.fma(x, 1.0 / 120.0, 1.0 / 24.0)
+        near = x * tl.fma(tl.fma(tl.fma(near, x, 1.0 / 6.0), x, 0.5), x, 1.0)
+        return tl.where(tl.abs(x) < 0.25, near, tl.exp(x) - 1.0)
+    else:
+        bounded = tl.where(x < -100.0, -100.0, x)
+        n = tl.minimum(tl.floor(bounded * LOG2_E + 0.5), 128.0)
+        f = tl.fma(n, -LN_2_REST, tl.fma(n, -LN_2_HIGH, bounded))
+        # The series of (e**f - 1) / f for |f| < ln(2) / 2; the next term is below 2**-26.
+        series = 1.0 / 5040.0 + f * (1.0 / 40320.0)
+        series = tl.fma(series, f, 1.0 / 720.0)
+        series = tl.fma(series, f, 1.0 / 120.0)
+        series = tl.fma(series, f, 1.0 / 24.0)
+        series = tl.fma(series, f, 1.0 / 6.0)
+        series = tl.fma(series, f, 0.5)
+        series = tl.fma(series * f, f, f)
+        half = tl.exp2(n - 1.0)  # 2**n itself may be too large
+        result = 2.0 * tl.fma(half, series, half - 0.5)
+        return tl.where(x == 0.0, x, result)
+
+
+@triton.jit
+def log1p(x, NARROW: tl.constexpr):
+    """``log(1 + x)``; exactly, since what the sum's rounding does to its logarithm it does to
+    ``sum - 1`` as well."""
+    if NARROW:
+        near = x * tl.fma(tl.fma(tl.fma(x, -0.25, 1.0 / 3.0), x, -0.5), x, 1.0)
+        return tl.where(tl.abs(x) < 0.05, near, log(1.0 + x, True))
+    else:
+        total = 1.0 + x
+        corrected = tl.log(total) * tl.div_rn(x, total - 1.0)
+        return tl.where((total == 1.0) | (x == float("inf")), x, corrected)
+
+
+@triton.jit
+def tanh(x, NARROW: tl.constexpr):
+    if NARROW:
+        square = x * x
+        near = tl.fma(tl.fma(square, -17.0 / 315.0, 2.0 / 15.0), square, -1.0 / 3.0)
+        far = 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+        return tl.where(square < 0.0625, x * tl.fma(near, square, 1.0), far)
+    else:
+        grown = expm1(tl.minimum(2.0 * tl.abs(x), 40.0), False)
+        size = tl.div_rn(grown, grown + 2.0)
+        return tl.where(x != x, x, tl.where(x < 0.0, -size, tl.where(x == 0.0, x, size)))
 
 
 @triton.jit
@@ -87,23 +134,25 @@ def _sign_differs(x, y):
 @triton.jit
 def floordivide(x, y):
     """``floor(x / y)`` of the exact quotient, as far as float32 has integers of its size."""
-    quotient = tl.div_rn(x, y)
-    whole = tl.floor(quotient)
-    # A quotient just below an integer may have been rounded to it.
-    beyond = tl.fma(-whole, y, x)
-    above = (whole == quotient) & (((beyond < 0.0) & (y > 0.0)) | ((beyond > 0.0) & (y < 0.0)))
-    whole = tl.where(above & (tl.abs(quotient) < 8388608.0), whole - 1.0, whole)
-    # A quotient that is too small for float32, or of an infinite y, is still below 0.
-    whole = tl.where((quotient == 0.0) & (x != 0.0) & _sign_differs(x, y), -1.0, whole)
+    approximate = x / y
+    nearest = tl.floor(approximate + 0.5)
+    # On which side of the nearest integer the exact quotient lies, what is left tells.
+    left = tl.fma(-nearest, y, x)
+    below = tl.where(y < 0.0, left > 0.0, left < 0.0)
+    below |= (tl.abs(y) == float("inf")) & (x != 0.0) & _sign_differs(x, y)
+    whole = tl.where(below, nearest - 1.0, nearest)
+    whole = tl.where(tl.abs(approximate) < 4194304.0, whole, tl.floor(approximate))
+    whole = tl.where((whole == 0.0) & (approximate == 0.0), approximate, whole)
     # torch takes the remainder first, and an infinite x has none.
     return tl.where((tl.abs(x) == float("inf")) & (y != 0.0), float("nan"), whole)
 
 
 @triton.jit
 def _reduced(left, divisor):
-    """``left`` less a multiple of ``divisor``, exactly: both positive, the quotient below 2**24."""
-    rest = tl.fma(-tl.floor(tl.div_rn(left, divisor)), divisor, left)
-    return tl.where(rest < 0.0, rest + divisor, rest)
+    """``left`` less a multiple of ``divisor``, exactly: both positive, the quotient below 2**23."""
+    rest = tl.fma(-tl.floor(left / divisor), divisor, left)
+    rest = tl.where(rest < 0.0, rest + divisor, rest)
+    return tl.where(rest >= divisor, rest - divisor, rest)
 
 
 @triton.jit
@@ -144,15 +193,17 @@ def _is_one(x, y):
 
 
 @triton.jit
-def pow(x, y):
-    """``x**y``, exact enough for 11 bits."""
-    exponent = tl.where(_is_one(x, y), 0.0, y * tl.log2(tl.abs(x)))
-    return _signed_power(x, y, tl.exp2(exponent))
+def pow(x, y, NARROW: tl.constexpr):
+    if NARROW:
+        exponent = tl.where(_is_one(x, y), 0.0, y * log2(tl.abs(x), True))
+        return _signed_power(x, y, tl.exp2(exponent))
+    else:
+        return _exact_power(x, y)
 
 
 @triton.jit
-def pow_float32(x, y):
-    """``x**y`` with the logarithm in two parts, since ``y`` multiplies its error."""
+def _exact_power(x, y):
+    """With the logarithm in two parts, since ``y`` multiplies its error."""
     size = tl.abs(x)
     tiny = size < 1.1754943508222875e-38
     bits = tl.where(tiny, size * 16777216.0, size).to(tl.int32, bitcast=True)

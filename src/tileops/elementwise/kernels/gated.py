@@ -58,6 +58,7 @@ class Gated(Kernel):
             ),
             constexprs=(
                 ("ACTIVATION", expression_of(call, without=cls.op_ending, more="and_slope")),
+                ("NARROW", spec.dtype.itemsize < 4),
                 ("GRAIN", math.gcd(columns, 16) or 16),
                 ("ROWS", tile // width),
                 ("COLUMNS", width),

@@ -23,20 +23,20 @@ def _tile(rows, column_groups, column_tiles, GRAIN: tl.constexpr, ROWS: tl.const
 
 
 @triton.jit
-def gated(input, output, rows, column_groups, column_tiles, ACTIVATION: tl.constexpr,
+def gated(input, output, rows, column_groups, column_tiles, ACTIVATION: tl.constexpr, NARROW: tl.constexpr,
           GRAIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     to, at, columns, narrow, wide, inside = _tile(
         rows, column_groups, column_tiles, GRAIN, ROWS, COLUMNS
     )
     gate = tl.load(input + at + wide, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(input + at + columns + wide, mask=inside, other=0.0).to(tl.float32)
-    value, _ = ACTIVATION(gate)
+    value, _ = ACTIVATION(gate, NARROW)
     tl.store(output + to + narrow, value * up, mask=inside)
 
 
 @triton.jit
 def gated_backward(grad_output, input, grad_input, rows, column_groups, column_tiles,
-                   ACTIVATION: tl.constexpr, GRAIN: tl.constexpr, ROWS: tl.constexpr,
+                   ACTIVATION: tl.constexpr, NARROW: tl.constexpr, GRAIN: tl.constexpr, ROWS: tl.constexpr,
                    COLUMNS: tl.constexpr):  # fmt: skip
     to, at, columns, narrow, wide, inside = _tile(
         rows, column_groups, column_tiles, GRAIN, ROWS, COLUMNS
@@ -44,6 +44,6 @@ def gated_backward(grad_output, input, grad_input, rows, column_groups, column_t
     grad = tl.load(grad_output + to + narrow, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(input + at + wide, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(input + at + columns + wide, mask=inside, other=0.0).to(tl.float32)
-    value, slope = ACTIVATION(gate)
+    value, slope = ACTIVATION(gate, NARROW)
     tl.store(grad_input + at + wide, grad * up * slope, mask=inside)
     tl.store(grad_input + at + columns + wide, grad * value, mask=inside)

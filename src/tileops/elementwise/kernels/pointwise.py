@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from tileops.authoring import CallSpec, Entry, Kernel, Run, TensorSpec
-from tileops.elementwise.kernels.expressions import expression_of
+from tileops.elementwise.kernels.expressions import care_of, expression_of
 from tileops.lib.launch import (
     DeviceFunction,
     Launcher,
@@ -24,7 +24,7 @@ from tileops.lib.launch import (
     pointer_to,
 )
 
-__all__ = ["ClampScalar", "NanToNum", "PReLU", "Pointwise", "Pow", "Round", "collapsed"]
+__all__ = ["ClampScalar", "NanToNum", "PReLU", "Pointwise", "Round", "collapsed"]
 
 DEVICE = f"{__name__}_triton"
 
@@ -145,6 +145,7 @@ def _build(
 ) -> TritonBuild:
     """``numbers``: each size or stride with its type, or its value where that is compiled in."""
     specs, output, scalars = _given(call), _output(call), cls.scalars(call)
+    expression = cls.expression(call)
     floating = specs[0].dtype.is_floating_point
     kind = "fp32" if floating else "i64" if specs[0].dtype is torch.int64 else "i32"
     tensors = dict(zip("abc", specs, strict=False))
@@ -161,7 +162,8 @@ def _build(
             *((name, kind) for name in "pqr"[: len(scalars)]),
         ),
         constexprs=(
-            ("EXPRESSION", cls.expression(call)),
+            ("EXPRESSION", expression),
+            ("CARE", care_of(expression, output.dtype.itemsize < 4)),
             ("TENSORS", len(specs)),
             ("SCALARS", len(scalars)),
             *((name, None) for name in "abc"[len(specs) :]),
@@ -265,15 +267,6 @@ class NanToNum(Pointwise):
             limits.max if given.posinf is None else given.posinf,
             limits.min if given.neginf is None else given.neginf,
         )
-
-
-class Pow(Pointwise):
-    """In float32 the logarithm takes more digits than float32 has."""
-
-    @classmethod
-    def expression(cls, call: CallSpec) -> DeviceFunction:
-        wide = call.spec("input").dtype is torch.float32
-        return expression_of(call, more="float32" if wide else "")
 
 
 class Round(Pointwise):

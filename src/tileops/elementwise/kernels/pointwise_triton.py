@@ -24,10 +24,10 @@ def _flat_value(pointer, first, place, n, STEP: tl.constexpr, WHOLE: tl.constexp
 
 @triton.jit
 def _flat_tile(a, b, c, y, first, n, p, q, r, EXPRESSION: tl.constexpr, TENSORS: tl.constexpr,
-               SCALARS: tl.constexpr, STEPS: tl.constexpr, SIZE: tl.constexpr,
+               SCALARS: tl.constexpr, CARE: tl.constexpr, STEPS: tl.constexpr, SIZE: tl.constexpr,
                WHOLE: tl.constexpr):  # fmt: skip
     place = tl.arange(0, SIZE)
-    scalars = (p, q, r)[:SCALARS]
+    scalars = (p, q, r)[:SCALARS] + CARE
     x = _flat_value(a, first, place, n, STEPS[0], WHOLE)
     if TENSORS == 1:
         result = EXPRESSION(x, *scalars)
@@ -47,18 +47,20 @@ def _flat_tile(a, b, c, y, first, n, p, q, r, EXPRESSION: tl.constexpr, TENSORS:
 
 @triton.jit
 def flat(a, b, c, y, n, p, q, r, EXPRESSION: tl.constexpr, TENSORS: tl.constexpr,
-         SCALARS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+         SCALARS: tl.constexpr, CARE: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
          TAIL: tl.constexpr):  # fmt: skip
     """Every tensor is as long as ``y``, or one element long (its step is 0)."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     # Whole tiles take no mask: with one, n's divisibility would decide the vector width. The last
     # tile goes in small steps, so that the masked half of the code asks for few registers.
     if start + BLOCK <= n:
-        _flat_tile(a, b, c, y, start, n, p, q, r, EXPRESSION, TENSORS, SCALARS, STEPS, BLOCK, True)
+        _flat_tile(
+            a, b, c, y, start, n, p, q, r, EXPRESSION, TENSORS, SCALARS, CARE, STEPS, BLOCK, True
+        )
     else:
         for step in range(0, BLOCK, TAIL):
             _flat_tile(
-                a, b, c, y, start + step, n, p, q, r, EXPRESSION, TENSORS, SCALARS, STEPS, TAIL, False
+                a, b, c, y, start + step, n, p, q, r, EXPRESSION, TENSORS, SCALARS, CARE, STEPS, TAIL, False
             )  # fmt: skip
 
 
@@ -81,7 +83,7 @@ def _row_value(pointer, index, s0, s1, s2, n0, n1, column, inside, row_inside, S
 @triton.jit
 def broadcasting(a, b, c, y, rows, groups, column_tiles, n0, n1, a0, a1, a2, b0, b1, b2, c0, c1, c2,
                  p, q, r, EXPRESSION: tl.constexpr, TENSORS: tl.constexpr, SCALARS: tl.constexpr,
-                 STEPS: tl.constexpr, OUTER: tl.constexpr, WIDE: tl.constexpr,
+                 CARE: tl.constexpr, STEPS: tl.constexpr, OUTER: tl.constexpr, WIDE: tl.constexpr,
                  GRAIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """``y`` is rows of ``groups * GRAIN`` columns; ``n0`` rows make the innermost outer axis. ``WIDE``:
     offsets need 64 bits."""
@@ -99,7 +101,7 @@ def broadcasting(a, b, c, y, rows, groups, column_tiles, n0, n1, a0, a1, a2, b0,
     else:
         index = first_row.to(tl.int32) + row
         column = column.to(tl.int32)
-    scalars = (p, q, r)[:SCALARS]
+    scalars = (p, q, r)[:SCALARS] + CARE
     x = _row_value(a, index, a0, a1, a2, n0, n1, column, inside, row_inside, STEPS[0], OUTER, GRAIN)
     if TENSORS == 1:
         result = EXPRESSION(x, *scalars)

@@ -2,7 +2,7 @@
 
 The rule of an entry is what it says (``autocast:``), else what follows from it: a backward op has
 ``none``, since autograd asks for the dtypes of the forward; a ``template`` is a matrix product or
-attention, hence ``low``; where torch runs the reference in float32, ``float32``; else ``widest``.
+attention, hence ``low``; where torch runs the reference in one of them it is that; else ``widest``.
 
 Only inputs are cast whose dtype is a variable of the entry, and only float16, bfloat16 and float32
 ones, to a dtype that the variable may be. As in torch, a call that writes is left alone, and so is
@@ -33,6 +33,8 @@ FLOAT32 = frozenset(
     )
 )  # fmt: skip
 """References that torch runs in float32 under CUDA's autocast. Ours follow it on every device."""
+LOW = frozenset({"torch.nn.functional.prelu"})
+"""Those that it runs in the low dtype though they are no template."""
 
 _DEVICES = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU"}
 """Where an operator has a kernel for autocast, beside the backend that names itself."""
@@ -46,7 +48,7 @@ def autocast_rule(entry: Entry) -> str:
         return "none"
     if entry.autocast is not None:
         return entry.autocast
-    if entry.kind == "template":
+    if entry.kind == "template" or entry.reference in LOW:
         return "low"
     return "float32" if entry.reference in FLOAT32 else "widest"
 

@@ -134,6 +134,14 @@ def _rule(cls: Any, branch: Branch, overload: Any) -> Callable[..., Any]:
     count = len(returned)
 
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
+        op = resolve(cls, args[-1]).op
+        if op.draws and info.randomness != "different":
+            raise TransformError(
+                cls.__name__,
+                f"vmap with randomness={info.randomness!r} over a call that draws random numbers",
+                "give the op a seed, which means the same numbers for each slice, or vmap "
+                "randomness='different'",
+            )
         tensors = {}
         for name, tensor, dim in zip(names, args[:-1], in_dims, strict=False):
             tensors[name] = tensor if dim is None else tensor.movedim(dim, 0)
@@ -147,7 +155,9 @@ def _rule(cls: Any, branch: Branch, overload: Any) -> Callable[..., Any]:
             )
             served = _served(cls, args[-1], ranks)
         size, dims = info.batch_size, (0,) * count
-        way = None if served is not None else _way(cls, branch, args[-1], _facts(tensors, batched))
+        way = None
+        if served is None and not cls.random:
+            way = _way(cls, branch, args[-1], _facts(tensors, batched))
         if record.listening():
             calls = size if served is None and way is None else 1
             record.emit("vmap", op=cls.__name__, key=args[-1], batch=size, calls=calls)

@@ -59,7 +59,7 @@ def _strategies(cls: Any, branch: Branch, schema: Any) -> Any:
         if isinstance(argument, OpStrategy)
     }
     specs = {name: argument.strategies[0].output_spec for name, argument in given.items()}
-    mesh = schema.get_mesh_from_args()
+    mesh = _mesh(cls, specs)
     inputs = {item.name: _whole(specs.get(item.name)) for item in cls.entry.inputs}
     found = ways(op, branch, inputs)
     written = [*branch.writes, *(["out"] if branch.out else [])]
@@ -133,6 +133,16 @@ def _possible(
                 if way.even and not _divides(parts[place], shape[place]):
                     return False
     return True
+
+
+def _mesh(cls: Any, specs: dict[str, Any]) -> Any:
+    """The one mesh. (That of ``OpSchema`` is asked of the first argument alone, which may be absent.)"""
+    (first, spec), *others = specs.items()
+    for name, other in others:
+        if other.mesh != spec.mesh:
+            accepted = f"the mesh of '{first}', {spec.mesh}"
+            raise CheckError(cls.__name__, name, f"a DTensor on {other.mesh}", accepted)
+    return spec.mesh
 
 
 def _is_cut(placement: Any) -> bool:

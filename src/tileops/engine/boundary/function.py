@@ -155,6 +155,12 @@ def _tagged(policy: CheckpointPolicy | None) -> Iterator[None]:
 # ---- backward ------------------------------------------------------------------------------------
 
 
+def _living(tensor: torch.Tensor) -> torch.Tensor:
+    """What ``vjp`` saved outlives its level, as a wrapper that only the dispatcher sees through."""
+    found: torch.Tensor = torch._C._functorch.unwrap_if_dead(tensor)
+    return found
+
+
 class _Rules:
     """``setup_context`` and ``backward`` where there is a backward op."""
 
@@ -191,6 +197,7 @@ class _Rules:
         tensors = (*inputs, *results)
         ctx.save_for_backward(*(None if n is None else tensors[n] for n in self.saved))
         ctx.set_materialize_grads(False)
+        ctx.in_a_level = torch._C._are_functorch_transforms_active()
         ctx.mark_non_differentiable(*(results[n] for n in self.without))
         # Held until the gradient is computed: a key may mean an op that lives only here.
         ctx.state = resolve(self.gradient.forward, inputs[self.count - 1])
@@ -215,6 +222,8 @@ class _Rules:
         wants = tuple(ctx.needs_input_grad[n] for n in self.wanted)
         if any(wants):
             tensors = [*self._filled(ctx, given), *ctx.saved_tensors]
+            if ctx.in_a_level:
+                tensors = [None if t is None else _living(t) for t in tensors]
             args = [t for t, name in zip(tensors, self.names, strict=True) if not name]
             named = {name: t for t, name in zip(tensors, self.names, strict=True) if name}
             results = self.gradient.call(ctx.state, wants, ctx.target, args, named)

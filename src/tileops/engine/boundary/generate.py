@@ -275,8 +275,9 @@ def calls_source(entry: Entry, branches: tuple[Branch, ...], growing: bool) -> s
             f"        {'r = ' if returned_of(entry, branch) else ''}_op_{index}({arguments})",
             f"        return {_result(entry, branch)}",
         ]
-    given = ", ".join([*names, "out" if entry.has_out else "None"])
-    lines.append(f"    _signature(self, {given})  # refuses a call that would have no effect")
+    if entry.outputs and all(output.nullable is not None for output in entry.outputs):
+        given = ", ".join([*names, "out" if entry.has_out else "None"])
+        lines.append(f"    _signature(self, {given})  # refuses a call that would have no effect")
     lines.append("    raise AssertionError('no side-effect branch holds')")
     for index, branch in enumerate(branches):
         lines += ["", *_operator_source(entry, branch, index, names, run)]

@@ -68,6 +68,7 @@ class _Emitter:
         )
         self.settled_dtypes: set[str] = set()
         self.told: list[Input] = []
+        self.sure = False
         self.namespace: dict[str, Any] = dict(HELPERS)
         self.temporary = 0
 
@@ -122,6 +123,8 @@ class _Emitter:
         maybe = [n for n in sorted(names) if self.state.get(n) == "maybe"]
         for name in maybe:
             if any(name in Expr(f"[{ast.unparse(e)}]").names and is_call(e) for e in within):
+                if self.sure:
+                    self._unsolvable(item, node, f"{name} is not known in every call")
                 self.emit(f"if {name} is None: _fail({self.fail_args(item)}, 'no {name}', "
                           f"{ast.unparse(node)!r})")  # fmt: skip
                 self.state[name] = "bound"
@@ -265,13 +268,15 @@ class _Emitter:
         """In order; what needs to know what later inputs tell comes after them."""
         waiting = list(self.entry.inputs)
         while waiting:
-            done = next((item for item in waiting if self._emitted(item)), waiting[0])
+            tries = ((item, sure) for sure in (True, False) for item in waiting)
+            done = next((item for item, sure in tries if self._emitted(item, sure)), waiting[0])
             if done not in self.told:
                 self.tensor(done)  # raises, or is of a dtype that nothing tells
             waiting.remove(done)
 
-    def _emitted(self, item: Input) -> bool:
-        """Whether all that its check needs was known; then it stands."""
+    def _emitted(self, item: Input, sure: bool) -> bool:
+        """Whether all that its check needs was known, if ``sure`` in every call; then it stands."""
+        self.sure = sure
         told = {other.dtype.text for other in (*self.told, item) if other.dtype is not None}
         if item.dtype is not None and item.dtype.names & set(self.entry.dtypes) - told:
             return False

@@ -149,23 +149,23 @@ def channel_moments(
     step = splits * E
     mean = tl.zeros([E, CB], tl.float32)
     squares = tl.zeros([E, CB], tl.float32)
+    numbers = tl.zeros([E, CB], tl.float32)
     turns = 0.0
     for first in range(0, count - split * E, step):
         e = first + lane
         mask = (e < count) & (c < C)
         values = tl.load(x + _places(e, c, C, L), mask=mask, other=0.0).to(tl.float32)
         turns += 1.0
+        numbers += mask.to(tl.float32)
         apart = tl.where(mask, values - mean, 0.0)
         mean += apart * (1.0 / turns)
         squares += apart * tl.where(mask, values - mean, 0.0)
-    # How many of the turns had an element for a lane.
-    numbers = ((tl.maximum(count - lane, 0) + step - 1) // step).to(tl.float32)
     number = tl.sum(numbers, axis=0)[None, :]
     joined = tl.div_rn(tl.sum(numbers * mean, axis=0)[None, :], number)
     apart = mean - joined
     squares += tl.where(numbers > 0.0, numbers * apart * apart, 0.0)
     part = split * C + c
-    tl.store(parts + part, number + tl.zeros([1, CB], tl.float32), mask=c < C)
+    tl.store(parts + part, number, mask=c < C)
     tl.store(parts + splits * C + part, joined, mask=c < C)
     tl.store(parts + 2 * splits * C + part, tl.sum(squares, axis=0)[None, :], mask=c < C)
 

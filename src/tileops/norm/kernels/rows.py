@@ -30,6 +30,8 @@ HELD_BYTES = 65536
 """Longest row, in bytes, that a program holds in registers."""
 HELD_APART = 16384
 """Longest such row, in elements, where each is read alone and needs its own address and mask."""
+CENTRED_BYTES = 32768
+"""Longest such row where it is centred, with weights and biases, or quantised: registers again."""
 MODULATED_BYTES = 16384
 """Longest row, in bytes, that is held together with its scales and shifts."""
 
@@ -127,7 +129,10 @@ class Rows:
     @property
     def longest_held(self) -> int:
         """Elements of the longest row of this kind that fits in registers."""
-        held = (MODULATED_BYTES if "scale" in self.given else HELD_BYTES) // self.x.dtype.itemsize
+        most = HELD_BYTES
+        if self.centred or self.quantised is not None:
+            most = MODULATED_BYTES if "scale" in self.given else CENTRED_BYTES
+        held = most // self.x.dtype.itemsize
         return held if self.vector > 1 else min(held, HELD_APART)
 
     @property
@@ -158,6 +163,10 @@ class Rows:
         # weight would have Triton give each thread several neighbours, and scatter the others.
         wide = self.vector > 1
         narrow = ("weight", "bias", "quanta", "sums") if self.groups else ("quanta", "sums")
+        options: tuple[tuple[str, Any], ...] = (("launch_pdl", True),) if pdl else ()
+        if "scale" in self.given:
+            # All that a multiprocessor has: left alone, ptxas spills to have more programs on one.
+            options = (*options, ("maxnreg", min(255, 2048 // warps)))
         constants = {**absent, "N": self.length, "VECTOR": self.vector, **constexprs}
         return TritonBuild(
             fn,
@@ -168,7 +177,7 @@ class Rows:
             aligned=tuple(
                 name for name, kind in signature if wide and kind[0] == "*" and name not in narrow
             ),
-            options=(("launch_pdl", True),) if pdl else (),
+            options=options,
         )
 
     @property
@@ -352,7 +361,8 @@ class ManyShortRows(_Held):
 
 
 class RegisterRow(_Held):
-    """Rows of more than 1024 elements and at most 64 KiB: one to a program, read once."""
+    """Rows of more than 1024 elements and at most 64 KiB (less where more is held with them): one to a
+    program, read once."""
 
     name = "triton_register_row"
 

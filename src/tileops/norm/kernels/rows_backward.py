@@ -230,8 +230,10 @@ class HeldTile:
         if rows.tensors["x"].numel == 0:
             return EMPTY
         # Beyond 128 registers a thread, fewer programs are resident than are launched. (Several rows
-        # to a program come to 136 at most, and would spill.)
-        options: tuple[tuple[str, Any], ...] = (("maxnreg", 128),) if self.rows == 1 else ()
+        # to a program come to 136 at most, and would spill; so would rows that begin anywhere.)
+        options: tuple[tuple[str, Any], ...] = ()
+        if self.rows == 1 and rows.vector > 1:
+            options = (("maxnreg", 128),)
         if rows.dependent:
             options = (*options, ("launch_pdl", True))
         builds = [

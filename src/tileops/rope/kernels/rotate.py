@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import math
 from fractions import Fraction
-from typing import Any, ClassVar
 
 import torch
 
@@ -21,16 +20,18 @@ from tileops.authoring import CallSpec, Entry, Kernel, Run, TensorSpec
 from tileops.lib.launch import Launcher, TritonBuild, cdiv, next_power_of_2, pointer_to
 from tileops.rope import spectra
 
-__all__ = ["Llama31", "LongRoPE", "Plain", "YaRN", "turns_per_position"]
+__all__ = ["Rotate", "turns_per_position"]
 
 DEVICE = f"{__name__}_triton"
 
 SIZES = {
     # Pairs of features rotated at a time and warps, the default first. Sines are taken once for the
-    # heads of a token and reach all threads; with one head each thread takes those of its own pairs.
+    # heads of a token; in a tile of several tokens each thread takes those of its own pairs.
     "heads": ((1024, 2), (512, 2), (1024, 4)),
     "tokens": ((1024, 4), (512, 2), (2048, 8)),
 }
+FEWEST_PAIRS = 256
+"""With fewer for all heads of a token, a tile holds several tokens."""
 PROGRAMS_PER_SM = 8
 """With fewer programs than this, heads of one token go to several."""
 
@@ -51,11 +52,10 @@ def turned(call: CallSpec) -> TensorSpec:
 
 class Rotate(Kernel):
     """Every call; a program turns the heads of one token, or some of them where tokens are few, or
-    tokens where there is but one head."""
+    the heads of several tokens where these are few."""
 
     name = "triton_rotate"
     general = True
-    spectrum: ClassVar[Any]
 
     @classmethod
     def refuses(cls, call: CallSpec) -> str | None:
@@ -71,18 +71,16 @@ class Rotate(Kernel):
 
     @classmethod
     def candidates(cls, call: CallSpec) -> list[Entry]:
-        rows = "tokens" if _heads(turned(call).shape) == 1 else "heads"
-        return [cls._entry(call, *size) for size in SIZES[rows]]
+        sizes = SIZES["tokens" if _few_heads(call) else "heads"]
+        return list({e.identity: e for e in (cls._entry(call, *size) for size in sizes)}.values())
 
     @classmethod
     def _rates(cls, call: CallSpec) -> tuple[tuple[float, ...], float]:
-        return spectra.on_host(cls.spectrum, _rotary(call), call.params)
+        return spectra.of_call(call.op, _rotary(call), call.params)
 
     @classmethod
     def _entry(cls, call: CallSpec, tile: int, warps: int) -> Entry:
         rates, scale = cls._rates(call)
-        if "wants_x" in vars(call.params):  # the gradient
-            rates = tuple(-rate for rate in rates)
         build, rows = _build(call, tile, warps)
 
         def bind(artifact: tuple[Launcher, torch.Tensor], call: CallSpec) -> Run:
@@ -92,32 +90,14 @@ class Rotate(Kernel):
         return Entry((build.identity, rates), load, bind)
 
 
-class Plain(Rotate):
-    """One rate for each pair, of the base alone."""
-
-    spectrum = staticmethod(spectra.plain)
-
-
-class Llama31(Rotate):
-    """The rates of Llama 3.1."""
-
-    spectrum = staticmethod(spectra.llama31)
-
-
-class YaRN(Rotate):
-    """The rates of YaRN."""
-
-    spectrum = staticmethod(spectra.yarn)
-
-
-class LongRoPE(Rotate):
-    """The rates of LongRoPE."""
-
-    spectrum = staticmethod(spectra.long_rope)
-
-
 def _heads(shape: tuple[int, ...]) -> int:
     return 1 if len(shape) == 2 else shape[-2]
+
+
+def _few_heads(call: CallSpec) -> int:
+    """How many heads, if so few that a tile should hold several tokens; else 0."""
+    heads = _heads(turned(call).shape)
+    return heads if heads * next_power_of_2(max(_rotary(call) // 2, 1)) < FEWEST_PAIRS else 0
 
 
 def _rotary(call: CallSpec) -> int:
@@ -129,7 +109,11 @@ def _build(call: CallSpec, tile: int, warps: int) -> tuple[TritonBuild, int]:
     """The build, and the rows of its tile."""
     spec, rotary = turned(call), _rotary(call)
     width, half = spec.shape[-1], next_power_of_2(max(rotary // 2, 1))
-    rows = max(tile // half, 1)
+    few, rows = _few_heads(call), max(tile // half, 1)
+    if not few:  # a tile need not be higher than there are heads
+        most = next_power_of_2(max(_heads(spec.shape), 1))
+        warps = max(warps * min(rows, most) // rows, 1)
+        rows = min(rows, most)
     pointer, positions = pointer_to(spec.dtype), call.inputs.get("positions")
     given = () if positions is None else (("positions", pointer_to(positions.dtype)),)
     build = TritonBuild(
@@ -154,7 +138,7 @@ def _build(call: CallSpec, tile: int, warps: int) -> tuple[TritonBuild, int]:
             ("HALF", half),
             ("TAIL", next_power_of_2(max(width - rotary, 1))),
             ("INTERLEAVED", getattr(call.params, "rope_layout", "neox") == "interleaved"),
-            ("ONE_HEAD", _heads(spec.shape) == 1),
+            ("FEW_HEADS", few),
         ),
         num_warps=warps,
         aligned=("x", "turns", "y") if spec.aligned else ("turns", "y"),
@@ -175,13 +159,14 @@ def _bind(launcher: Launcher, turns: torch.Tensor, call: CallSpec, rows: int, sc
     # [tokens, D], [tokens, heads, D] or [batch, period, heads, D]
     period = shape[1] if len(shape) == 4 else shape[0]
     times = period if len(shape) == 4 else 1
-    most, empty_like = PROGRAMS_PER_SM * call.device.multiprocessors, torch.empty_like
+    few, most = _few_heads(call), PROGRAMS_PER_SM * call.device.multiprocessors
+    empty_like = torch.empty_like
 
     def run(x: torch.Tensor, *positions: torch.Tensor) -> torch.Tensor:
         y, tokens = empty_like(x), x.shape[0] * times  # which may differ from call to call
-        if heads == 1:
+        if few:
             each = parts = 1
-            programs = cdiv(tokens, rows)
+            programs = cdiv(tokens * few, rows)
         else:
             each = max(cdiv(heads, cdiv(most, tokens or 1) * rows), 1) * rows
             parts = cdiv(heads, each)

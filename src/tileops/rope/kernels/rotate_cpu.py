@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, ClassVar
 
 import torch
 
@@ -11,7 +10,7 @@ from tileops.authoring import CallSpec, Entry, Kernel, Run
 from tileops.lib.launch import next_power_of_2
 from tileops.rope import rotation, spectra
 
-__all__ = ["Llama31", "LongRoPE", "Plain", "YaRN"]
+__all__ = ["Rotate"]
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 
@@ -22,15 +21,12 @@ class Rotate(Kernel):
 
     name = "rotate"
     devices = ("cpu",)
-    spectrum: ClassVar[Any]
 
     @classmethod
     def entry_for(cls, call: CallSpec) -> Entry:
         x = next(spec for spec in call.inputs.values() if spec is not None)
         size = getattr(call.params, "rotary_dim", None) or x.shape[-1]
-        rates, scale = spectra.on_host(cls.spectrum, size, call.params)
-        if "wants_x" in vars(call.params):  # the gradient: the other way
-            rates = tuple(-rate for rate in rates)
+        rates, scale = spectra.of_call(call.op, size, call.params)
         wide = torch.promote_types(x.dtype, torch.float32)
         spectrum = (torch.tensor(rates, dtype=torch.float64), scale)
         if "positions" in call.inputs:
@@ -42,30 +38,6 @@ class Rotate(Kernel):
 
 def _tables(length: int, spectrum: spectra.Spectrum, wide: torch.dtype) -> Tables:
     return rotation.cosine_and_sine(torch.arange(length), spectrum, wide)
-
-
-class Plain(Rotate):
-    """One rate for each pair, of the base alone."""
-
-    spectrum = staticmethod(spectra.plain)
-
-
-class Llama31(Rotate):
-    """The rates of Llama 3.1."""
-
-    spectrum = staticmethod(spectra.llama31)
-
-
-class YaRN(Rotate):
-    """The rates of YaRN."""
-
-    spectrum = staticmethod(spectra.yarn)
-
-
-class LongRoPE(Rotate):
-    """The rates of LongRoPE."""
-
-    spectrum = staticmethod(spectra.long_rope)
 
 
 def _at_positions(spectrum: spectra.Spectrum, call: CallSpec) -> Run:

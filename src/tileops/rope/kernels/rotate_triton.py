@@ -79,21 +79,23 @@ def rotate(
     HALF: tl.constexpr,
     TAIL: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    ONE_HEAD: tl.constexpr,
+    FEW_HEADS: tl.constexpr,
 ):
     # The position of a token is what `positions` holds or, where that is null, its place in a
     # sequence of `period` tokens.
     pair = tl.arange(0, HALF)
     turn = tl.load(turns + pair, mask=pair < ROTARY // 2, other=0)[None, :]
-    if ONE_HEAD:  # the rows of a tile are tokens
+    if FEW_HEADS:  # so many; the rows of a tile are those of several tokens
         first = tl.program_id(0).to(tl.int64) * ROWS
         row = tl.arange(0, ROWS)
-        rows = tl.minimum(tokens - first, ROWS).to(tl.int32)
+        rows = tl.minimum(tokens * FEW_HEADS - first, ROWS).to(tl.int32)
+        token = first // FEW_HEADS
+        later = ((first % FEW_HEADS).to(tl.int32) + row) // FEW_HEADS
         if positions is None:
-            place = (first % period).to(tl.uint32) + row.to(tl.uint32)
+            place = (token % period).to(tl.uint32) + later.to(tl.uint32)
             position = (place % period.to(tl.uint32)).to(tl.int64)
         else:
-            position = tl.load(positions + first + row, mask=row < rows, other=0).to(tl.int64)
+            position = tl.load(positions + token + later, mask=row < rows, other=0).to(tl.int64)
         sine, cosine = _sine_and_cosine(((position[:, None] * turn) >> 32).to(tl.int32))
         sine, cosine = sine * scale, cosine * scale
         corner = first * D
