@@ -172,17 +172,18 @@ def _traced(call: Call, values: list[Any], rewrite: Rewrite) -> GraphModule:
     presence = [argument is not None for argument in call.arguments]
     decomposition: Callable[..., Any] | None = type(op).decomposition
     assert decomposition is not None
-    fixed = {output.name for output in entry.differentiable_outputs}
+    with_gradient = {output.name for output in entry.differentiable_outputs}
 
     def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         rest = iter(tensors)
         inputs = [next(rest) if there else None for there in presence]
         result = decomposition(*inputs, **op._params)
         results = result if isinstance(result, tuple) else (result,)
-        for value in results:
-            _must_have_derivative(value)
+        for output, value in zip(entry.outputs, results, strict=False):
+            if output.name in with_gradient:
+                _must_have_derivative(value)
         return tuple(
-            _own(value, tensors, output.name in fixed)
+            _own(value, tensors, output.name in with_gradient)
             for output, value in zip(entry.outputs, results, strict=False)
             if value is not None
         )
