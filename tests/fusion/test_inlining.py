@@ -12,12 +12,18 @@ from tests.conformance.test_gradients import NAMES as DIFFERENTIABLE
 from tests.conformance.test_gradients import calls, gradients, hold
 from tests.oracle import call, exact, strided
 from tests.rewriting import rewritten
+from tileops.backend import register_kernel_builder
 from tileops.backend.tolerances import compare
-from tileops.elementwise import DropoutFwdOp, SiLUAndMulFwdOp
+from tileops.elementwise import DropoutFwdOp, FloorDivideFwdOp, SiLUAndMulFwdOp
 from tileops.engine.errors import BackwardError
 from tileops.fusion import policy
 from tileops.gemm import GEMMFwdOp
-from tileops.norm import BatchNormFwdOp, FusedAddRMSNormFwdOp, RMSNormFwdOp
+from tileops.norm import (
+    BatchNormFwdOp,
+    FusedAddRMSNormFwdOp,
+    FusedAddRMSNormPerTokenQuantFwdOp,
+    RMSNormFwdOp,
+)
 from tileops.rope import RoPEFwdOp
 
 MELTING = sorted(
@@ -25,6 +31,7 @@ MELTING = sorted(
     for name, cls in op_classes().items()
     if cls.entry.kind != "template" and cls.entry.has_boundary
 )
+FLOOR = FloorDivideFwdOp()
 MAY_DECLINE = (
     "it writes", "it draws random numbers", "its decomposition holds constants",
 )  # fmt: skip
@@ -62,7 +69,9 @@ def test_an_inlined_op_is_what_it_means(name, seed):
     _, workload = cases[torch.randint(len(cases), ()).item()]
     for one in [*made, workload_call(name, workload, seed, 96)]:
         inputs = dict(one.inputs)
-        result, seen = always(one.op, {n: None if t is None else t.clone() for n, t in inputs.items()})
+        result, seen = always(
+            one.op, {n: None if t is None else t.clone() for n, t in inputs.items()}
+        )
         if seen.inlined() == [name]:
             held(one.op, inputs, result)
             assert not any("tileops" in target for target in seen.targets())
@@ -207,15 +216,21 @@ def test_templates_random_ops_and_autocast_stay():
     assert result.dtype == under(x).dtype
 
 
-def test_a_decomposition_without_a_derivative_stays_where_one_is_asked_for(monkeypatch):
-    def halved(x, weight, **_):
-        return torch.floor_divide(x, 2)
+def test_no_gradient_comes_from_a_result_that_declares_none():
+    norm, w = FusedAddRMSNormPerTokenQuantFwdOp(quant_dtype=torch.int8), torch.randn(8)
 
-    monkeypatch.setattr(RMSNormFwdOp, "decomposition", staticmethod(halved))
-    norm, x = RMSNormFwdOp(8), torch.randn(4, 8)
-    found, _ = reasons(lambda x: norm(x) * 2, x.requires_grad_())
-    assert "torch has no derivative of a step of it" in found["RMSNormFwdOp"]
-    assert reasons(lambda x: norm(x) * 2, x.detach())[0] == {}
+    def function(x, r):
+        return norm(x, r, w)
+
+    x, r = torch.randn(4, 8, requires_grad=True), torch.randn(4, 8)
+    run, seen = rewritten(function, "always")
+    results, expected = run(x, r), function(x, r)
+    assert seen.inlined() == ["FusedAddRMSNormPerTokenQuantFwdOp"]
+    assert [t.requires_grad for t in results] == [t.requires_grad for t in expected]
+    assert any(t.requires_grad for t in results)
+    assert reasons(lambda x: FLOOR(x, x + 1), x)[0]["FloorDivideFwdOp"].startswith(
+        "it declares no gradient for input"
+    )
 
 
 def test_an_input_without_gradient_that_asks_for_one_keeps_the_op_and_its_refusal():
@@ -247,7 +262,9 @@ def test_policies_of_call_options_and_entry():
     torch.testing.assert_close(run(x), norm(x) * 2)
     assert seen.inlined() == ["RMSNormFwdOp"]
     torch.testing.assert_close(said("never")(x), norm(x) * 2)  # eager code ignores it
-    with pytest.raises(ValueError, match="fusion policy 'sometimes'; accepted: never, always, auto"):
+    with pytest.raises(
+        ValueError, match="fusion policy 'sometimes'; accepted: never, always, auto"
+    ):
         policy("sometimes")
 
 
@@ -263,10 +280,10 @@ def test_an_entry_has_a_policy(monkeypatch):
 
 
 def test_a_target_keeps_its_ops():
-    def build(x, weight, **params):
+    def build(*specs, **params):
         return lambda x, weight: torch.full_like(x, 7.0)
 
-    tileops.backend.register_kernel_builder("fusion_test", "RMSNormFwdOp", build)
+    register_kernel_builder("fusion_test", "RMSNormFwdOp", build)
     mine, plain, x = RMSNormFwdOp(8, target="fusion_test"), RMSNormFwdOp(8), torch.randn(4, 8)
     found, result = reasons(lambda x: mine(x) + plain(x) * 0, x)
     assert found["RMSNormFwdOp"] == "target 'fusion_test' serves it"

@@ -131,7 +131,8 @@ def _unable(call: Call, rewrite: Rewrite) -> str:
             value
         ):
             return f"{item.name} is no plain tensor"
-        if value.requires_grad and item not in entry.differentiable_inputs:
+        flows = item in entry.differentiable_inputs and entry.differentiable_outputs
+        if value.requires_grad and not flows:
             return f"it declares no gradient for {item.name}, which asks for one"
     return served_in_tree(call.op, call.device)
 
@@ -179,9 +180,6 @@ def _traced(call: Call, values: list[Any], rewrite: Rewrite) -> GraphModule:
         inputs = [next(rest) if there else None for there in presence]
         result = decomposition(*inputs, **op._params)
         results = result if isinstance(result, tuple) else (result,)
-        for output, value in zip(entry.outputs, results, strict=False):
-            if output.name in with_gradient:
-                _must_have_derivative(value)
         return tuple(
             _own(value, tensors, output.name in with_gradient)
             for output, value in zip(entry.outputs, results, strict=False)
@@ -194,26 +192,12 @@ def _traced(call: Call, values: list[Any], rewrite: Rewrite) -> GraphModule:
     return traced
 
 
-def _must_have_derivative(value: torch.Tensor | None) -> None:
-    """Raise ``NotImplementedError`` for a result that ``backward()`` would refuse: the op's own gradient
-    may know better."""
-    waiting, seen = [value.grad_fn if value is not None else None], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name() == "NotImplemented":
-            raise NotImplementedError("torch has no derivative of a step of it")
-        waiting += [before for before, _ in node.next_functions]
-
-
 def _own(
     value: torch.Tensor, inputs: tuple[torch.Tensor, ...], differentiable: bool
 ) -> torch.Tensor:
     """``value`` as what the op promises: contiguous memory of its own, a gradient where declared."""
-    if not differentiable and value.requires_grad:
-        value = value.detach().clone()
+    if not differentiable:
+        value = value.detach()
     own = value.untyped_storage()._cdata
     if any(own == t.untyped_storage()._cdata for t in inputs):
         return value.clone(memory_format=torch.contiguous_format)
