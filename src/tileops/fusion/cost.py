@@ -16,13 +16,16 @@ from torch.fx import Node
 
 from tileops.fusion.graph import fusable, tensors_of, value_of
 
-__all__ = ["ADVANTAGE", "OVERHEAD", "Estimate", "estimate"]
+__all__ = ["ADVANTAGE", "OVERHEAD", "Estimate", "estimate", "slowly_wide"]
 
 ADVANTAGE = {"cuda": {"pointwise": 0.0, "reduction": 0.1}}
 """By device and kind: the share of its bytes' time by which an own kernel beats Inductor's of the same
 decomposition. Elsewhere 0: the CPU's own kernels are the decomposition itself."""
 OVERHEAD = {"cuda": 4 << 20}
 """What the call of an operator costs the host, in bytes that the device could have moved meanwhile."""
+
+SLOW_IN_FLOAT64 = ("cuda",)
+"""Where float64 costs so much that bytes no longer say what work costs."""
 
 
 @dataclass(frozen=True)
@@ -96,3 +99,15 @@ def _hint(size: Any) -> int:
         hint = size.node.hint if size.node.has_hint() else None
         return 1 << 20 if hint is None else int(hint)
     return int(size)
+
+
+def slowly_wide(device: torch.device, inputs: list[Any], steps: list[Any]) -> bool:
+    """Whether a decomposition takes steps in float64 that its inputs do not ask for, where those are slow.
+    An own kernel reaches that accuracy otherwise, and Inductor would take the steps for each element."""
+    wide = torch.float64
+    given = any(t.dtype is wide for t in tensors_of(inputs))
+    return (
+        device.type in SLOW_IN_FLOAT64
+        and not given
+        and any(t.dtype is wide for t in tensors_of(steps))
+    )

@@ -19,7 +19,7 @@ from tileops.engine.errors import BackendError
 from tileops.engine.manifest.entry import Branch, Entry
 from tileops.engine.op import Op
 from tileops.engine.trace import owner_of
-from tileops.fusion.cost import estimate
+from tileops.fusion.cost import estimate, slowly_wide
 from tileops.fusion.graph import Edit, tensors_of, value_of
 from tileops.fusion.policies import policy_of
 from tileops.fusion.rewrite import Rewrite
@@ -104,7 +104,7 @@ def place(rewrite: Rewrite) -> None:
             reason = f"its own kernel is faster: {costs}"
         else:
             why = f"policy always, by {by}" if said == "always" else str(costs)
-            reason = _inline(call, rewrite, why)
+            reason = _inline(call, rewrite, why, said == "auto")
         if reason:
             rewrite.report.add("declined", call.node, call.name, reason=reason)
 
@@ -137,7 +137,7 @@ def _unable(call: Call, rewrite: Rewrite) -> str:
     return served_in_tree(call.op, call.device)
 
 
-def _inline(call: Call, rewrite: Rewrite, why: str) -> str:
+def _inline(call: Call, rewrite: Rewrite, why: str, if_cheap: bool) -> str:
     """'' where the call has become its decomposition, else why not."""
     node, device = call.node, call.device
     given = [a for a in call.arguments if a is not None]
@@ -147,6 +147,9 @@ def _inline(call: Call, rewrite: Rewrite, why: str) -> str:
         return f"its decomposition cannot be traced: {type(error).__name__}: {error}"
     if any(n.op not in ("placeholder", "call_function", "output") for n in traced.graph.nodes):
         return "its decomposition holds constants"
+    steps = [n.meta.get("val") for n in traced.graph.nodes]
+    if if_cheap and slowly_wide(device, [value_of(a) for a in given], steps):
+        return "its own kernel is faster: its decomposition computes in float64"
     edit = Edit(rewrite.graph, node, rewrite.mode)
     results = _paste(traced, edit, given)
     pairs: dict[Node, Node] = {}
