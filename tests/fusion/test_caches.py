@@ -58,7 +58,8 @@ def test_what_is_kept_is_of_the_op_the_policy_the_target_and_the_version(tmp_pat
         ("warm", {}, {}, 2, 1, True),
         ("source", {"x * factor": "x * factor * 3"}, {}, 6, 0, True),
         ("policy", {}, {"policy": "never"}, 2, 0, False),
-        ("target", {}, {"target": True}, 100, 0, False),
+        # The op is a node again, in which the target is decided: the code of "policy" is right.
+        ("target", {}, {"target": True}, 100, 1, False),
         ("version", {}, {"version": "999"}, 2, 0, True),
         ("warm again", {}, {}, 2, 1, True),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import tileops
 from tests.cases import float32_calls, op_classes, workload_call, workloads_in_every_dtype
@@ -241,6 +242,17 @@ def test_an_input_without_gradient_that_asks_for_one_keeps_the_op_and_its_refusa
     assert found["BatchNormFwdOp"] == "it declares no gradient for running_mean, which asks for one"
     with pytest.raises(BackwardError, match="running_mean"):
         result.sum().backward()
+
+
+def test_ops_under_a_checkpoint_stay():
+    norm, x = RMSNormFwdOp(8), torch.randn(4, 8, requires_grad=True)
+
+    def function(x):
+        return checkpoint(lambda x: norm(x) * 2, x, use_reentrant=False)
+
+    run, seen = rewritten(function, "always")
+    torch.testing.assert_close(run(x), function(x))
+    assert seen.inlined() == []
 
 
 def test_policies_of_call_options_and_entry():

@@ -55,7 +55,7 @@ def backend(
     module.recompile()
     # Code kept on disk is of this version of the passes, whatever else is in its key.
     tag = f"{torch.compiler.config.cache_key_tag}tileops-{tileops.__version__}"
-    with torch.compiler.config.patch(cache_key_tag=tag):
+    with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
         compiled = inductor(module, example_inputs)
     return _following(compiled, captured, rewrite) if rewrite.inlined else compiled
 

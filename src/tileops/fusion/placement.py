@@ -160,7 +160,9 @@ def _inline(call: Call, rewrite: Rewrite, why: str, if_cheap: bool) -> str:
             if user.target is not getitem:
                 edit.undo()
                 return f"{user.name} takes its results as one"
-            pairs[user] = results[user.args[1]]
+            place = user.args[1]
+            assert isinstance(place, int)
+            pairs[user] = results[place]
     problem = edit.replace(pairs)
     if problem:
         return f"inlined, {problem}"
