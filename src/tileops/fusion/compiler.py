@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -62,7 +63,9 @@ def backend(
 
 def reset() -> None:
     """What ``torch._dynamo.reset`` calls: lets go of recorded CUDA graphs, as Inductor's backend does."""
-    torch._TorchCompileInductorWrapper("reduce-overhead", None, None).reset()
+    recorded = sys.modules.get("torch._inductor.cudagraph_trees")
+    if recorded is not None:
+        recorded.reset_cudagraph_trees()
 
 
 backend.reset = reset  # type: ignore[attr-defined]
