@@ -29,7 +29,8 @@ def compiled(function, **more):
 def kernels(function, *inputs, **more):
     """How many kernels Inductor writes for a call that is compiled anew, and its result."""
     torch._dynamo.reset()
-    with torch.compiler.config.patch(force_disable_caches=True):
+    autograd = torch._functorch.config.patch(enable_autograd_cache=False)
+    with config.patch(fx_graph_cache=False), autograd:
         result, codes = run_and_get_code(compiled(function, **more), *inputs)
     return sum(code.count("cpp_pybinding(") for code in codes), result
 

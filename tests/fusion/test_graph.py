@@ -80,9 +80,7 @@ def test_memory_knows_what_is_written_through_views():
 
     module = captured(function, torch.randn(4, 4))
     memory, nodes = Memory(module.graph), list(module.graph.nodes)
-    a, b = (
-        next(n for n in nodes if n.target in (target,)) for target in (operator.add, operator.mul)
-    )
+    a, b = (next(n for n in nodes if n.target is t) for t in (operator.add, operator.mul))
     c = next(n for n in nodes if canonical(n) == "sum")
     assert memory.written(a)
     assert not memory.written(a, end=c)
