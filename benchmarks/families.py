@@ -7,7 +7,10 @@ eager and Inductor, and beside the times of other libraries where a file has the
 
 Inputs are rotated so that they come from memory; contenders take turns (``timing.py``). Each is first
 checked against the op's definition in float64. ``torch`` is the entry's ``reference`` where that can be
-called, else the definition run through ATen. A line of ``--rivals`` is
+called, else the definition run through ATen. A rival that fails, is wrong or cannot be captured is dropped,
+with a line that says so. First ``--processes`` processes compile everything into the caches on disk;
+``--seconds`` bounds a run, and what it did not reach is listed. ``--sets 8`` rotates as the filed figures
+did: small inputs then come from the L2 cache. A line of ``--rivals`` is
 ``{"op", "label", "peer": {"kernel_us"}, "torch": {"kernel_us"}}``.
 """
 
@@ -18,19 +21,23 @@ import functools
 import importlib
 import json
 import math
+import multiprocessing
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-from benchmarks.timing import Times, device_times, facts, sets_past_l2, slug  # noqa: E402
+from benchmarks.timing import capturable, device_times, facts, sets_past_l2, slug  # noqa: E402
 from tileops.engine.manifest.catalog import families, load_family  # noqa: E402
 from tileops.engine.manifest.entry import Workload  # noqa: E402
 from tileops.engine.workloads import WorkloadCall, workload_inputs  # noqa: E402
@@ -77,7 +84,7 @@ def _given(call: WorkloadCall) -> list[Any]:
     return values
 
 
-def contenders(call: WorkloadCall) -> dict[str, Work]:
+def contenders(call: WorkloadCall, inductor: bool) -> dict[str, Work]:
     found: dict[str, Work] = {"tileops": ours}
     if type(call.op).decomposition is None:
         return found
@@ -88,6 +95,8 @@ def contenders(call: WorkloadCall) -> dict[str, Work]:
         except (TypeError, RuntimeError, ValueError):  # it names or orders its arguments otherwise
             plain = None
     found["torch"] = plain or definition
+    if not inductor:
+        return found
     torch._dynamo.reset()
     compiled = torch.compile(type(call.op).decomposition, dynamic=False)
     found["inductor"] = lambda made: compiled(*made.inputs.values(), **made.op._params)
@@ -104,10 +113,19 @@ def results_of(returned: Any) -> list[torch.Tensor]:
 
 
 def exact(call: WorkloadCall) -> list[torch.Tensor]:
+    """The definition in float64, as are dtypes among its parameters; an input whose dtype the entry
+    fixes stays in it."""
     wide = [
-        t.double() if t is not None and t.is_floating_point() else t for t in call.inputs.values()
+        t.double() if t is not None and t.is_floating_point() and item.dtype is not None else t
+        for item, t in zip(call.op.entry.inputs, call.inputs.values(), strict=True)
     ]
-    return results_of(type(call.op).decomposition(*wide, **call.op._params))
+    params = {name: _double(value) for name, value in call.op._params.items()}
+    return results_of(type(call.op).decomposition(*wide, **params))
+
+
+def _double(value: Any) -> Any:
+    wide = isinstance(value, torch.dtype) and value.is_floating_point and value.itemsize > 1
+    return torch.float64 if wide else value
 
 
 def error_of(given: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -182,56 +200,118 @@ def _run_on(run: Callable[..., Any], call: WorkloadCall) -> Any:
     return run(*call.inputs.values())
 
 
-def measure(op_class: Any, workload: Workload, tune: bool, rounds: int) -> dict[str, Any]:
+Calls = dict[str, list[Callable[[], Any]]]
+
+
+def times_of(calls: Calls, rounds: int) -> dict[str, Any]:
+    """Device times; a rival that a graph cannot hold, since it waits for the device, is dropped."""
+    for name in list(calls):
+        if name != "tileops" and not capturable(calls[name][:1]):
+            print(f"  {name} cannot be captured")
+            del calls[name]
+    with torch.no_grad():
+        return dict(device_times(calls, rounds))
+
+
+def measure(op_class: Any, workload: Workload, arguments: argparse.Namespace) -> dict[str, Any]:
     first = workload_inputs(op_class, workload, DEVICE)
     if not first.inputs:
-        return measure_generator(first, workload, rounds)
-    works = contenders(first)
+        return measure_generator(first, workload, arguments)
+    works = contenders(first, arguments.inductor)
     errors = checked(first, works)
-    if tune:
+    if arguments.tune:
         works.update(tuned(copied(first)))
     roofline = first.op.roofline_data_terms(*first.inputs.values())
     moved = roofline.read_bytes + roofline.write_bytes
-    count = sets_past_l2(moved, MOST_SETS)
+    count = sets_past_l2(moved, arguments.sets)
     sets = [first, *(workload_inputs(op_class, workload, DEVICE, seed=n) for n in range(1, count))]
-    calls: dict[str, Any] = {
+    calls: Calls = {
         name: [functools.partial(work, made) for made in sets] for name, work in works.items()
     }
     calls["copy"] = [copy_of(moved) for _ in sets]
-    with torch.no_grad():
-        times = device_times(calls, rounds)
     return {
         "op": op_class.__name__, "label": workload.label, "kernel": first.op.last_call.kernel,
-        "bytes": moved, "flops": roofline.flops, "device_us": times, "relative_error": errors,
+        "bytes": moved, "flops": roofline.flops, "device_us": times_of(calls, arguments.rounds),
+        "relative_error": errors,
     }  # fmt: skip
 
 
-def measure_generator(call: WorkloadCall, workload: Workload, rounds: int) -> dict[str, Any]:
+def measure_generator(
+    call: WorkloadCall, workload: Workload, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """An op that only writes, on the card."""
     op = type(call.op)(**{**call.op._params, "device": DEVICE})
     wanted = type(op).decomposition(**{**op._params, "out_dtype": torch.float32})
     if (error := error_of(op(), wanted)) > ERROR[op.out_dtype]:
         raise SystemExit(f"{op} is wrong: {error:.3g}")
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda: type(op).decomposition(**op._params), dynamic=False)
     moved = wanted.numel() * op.out_dtype.itemsize
-    calls = {
-        "tileops": op,
-        "torch": lambda: type(op).decomposition(**op._params),
-        "inductor": compiled,
-        "copy": copy_of(moved),
-    }
-    times: dict[str, Times] = {}
-    for name, work in calls.items():
-        try:
-            times.update(device_times({name: [work] * 4}, rounds))
-        except RuntimeError:  # it copies from the host, which a graph cannot hold
-            torch.cuda.synchronize()
-            print(f"  {name} cannot be captured")
+    plain = functools.partial(type(op).decomposition, **op._params)
+    calls: Calls = {"tileops": [op] * 4, "torch": [plain] * 4, "copy": [copy_of(moved)] * 4}
+    if arguments.inductor:
+        torch._dynamo.reset()
+        calls["inductor"] = [torch.compile(plain, dynamic=False)] * 4
+    times = times_of(calls, arguments.rounds)
     return {
         "op": type(op).__name__, "label": workload.label, "kernel": op.last_call.kernel,
         "bytes": moved, "flops": 0, "device_us": times, "relative_error": {"tileops": error},
     }  # fmt: skip
+
+
+# ---- what is measured ------------------------------------------------------------------------------
+
+Case = tuple[str, str, int]
+"""A family, an op's class in it and the number of a workload."""
+
+
+def chosen(names: list[str], ops: list[str]) -> list[Case]:
+    found: list[Case] = []
+    for family in names:
+        for name, entry in load_family(families()[family]).items():
+            wanted = not ops or name in ops
+            if entry.status == "implemented" and wanted and not entry.composition:
+                found += [(family, name, n) for n in range(len(entry.workloads))]
+    return found
+
+
+def of_case(case: Case) -> tuple[Any, Workload]:
+    family, name, number = case
+    op_class = getattr(importlib.import_module(f"tileops.{family}"), name)
+    return op_class, op_class.entry.workloads[number]
+
+
+def compile_case(case: Case, inductor: bool) -> None:
+    """Leaves compiled code in the caches on disk. What fails here fails again where it is reported."""
+    try:
+        call = workload_inputs(*of_case(case), DEVICE)
+        if call.inputs:
+            for work in contenders(call, inductor).values():
+                work(call)
+    except Exception as problem:
+        print(f"  not compiled ahead: {case}: {type(problem).__name__}", flush=True)
+    torch.cuda.empty_cache()
+
+
+def _alone() -> None:
+    """A compiling process starts no others."""
+    torch._inductor.config.compile_threads = 1
+
+
+def compile_ahead(cases: list[Case], processes: int, inductor: bool, seconds: float | None) -> None:
+    """``compile_case`` of each in several processes, for at most so long."""
+    begin = time.monotonic()
+    context = multiprocessing.get_context("spawn")
+    pool = futures.ProcessPoolExecutor(processes, context, _alone)
+    try:
+        work = [pool.submit(compile_case, case, inductor) for case in cases]
+        done, left = futures.wait(work, seconds)
+        problems = [problem for each in done if (problem := each.exception()) is not None]
+        if left or problems:
+            print(
+                f"  not compiled ahead: {len(left)} for time, {len(problems)} with {problems[:1]}"
+            )
+    finally:
+        pool.shutdown(cancel_futures=True)
+    print(f"compiled ahead in {time.monotonic() - begin:.0f} s", flush=True)
 
 
 # ---- report ----------------------------------------------------------------------------------------
@@ -288,6 +368,13 @@ def main() -> None:
     parser.add_argument("--rivals", type=Path, help="times of other libraries, JSON lines")
     parser.add_argument("--tune", action="store_true", help="time every candidate too")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--sets", type=int, default=MOST_SETS, help="most copies of the inputs")
+    parser.add_argument("--no-inductor", dest="inductor", action="store_false")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case after these")
+    parser.add_argument(
+        "--processes", type=int, default=min(8, (os.cpu_count() or 2) // 2),
+        help="that compile ahead; 0: none",
+    )  # fmt: skip
     parser.add_argument("--commit", help="where this copy of the tree has no history")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -300,23 +387,27 @@ def main() -> None:
         rivals = {(row["op"], row["label"]): row for row in map(json.loads, lines)}
     torch.manual_seed(0)
 
-    begin, results = time.monotonic(), []
+    begin, results, left = time.monotonic(), [], []
+    cases = chosen(arguments.families or list(known), arguments.op)
+    if arguments.processes:
+        bound = arguments.seconds / 2 if math.isfinite(arguments.seconds) else None
+        compile_ahead(cases, arguments.processes, arguments.inductor, bound)
     card = facts(arguments.commit)
-    for family in arguments.families or known:
-        package = importlib.import_module(f"tileops.{family}")
-        for name, entry in load_family(known[family]).items():
-            wanted = not arguments.op or name in arguments.op
-            if entry.status != "implemented" or not wanted or entry.composition:
-                continue
-            for workload in entry.workloads:
-                result = measure(getattr(package, name), workload, arguments.tune, arguments.rounds)
-                results.append({"family": family, **with_ratios(result, rivals)})
-                print(shown(results[-1]), flush=True)
-                torch.cuda.empty_cache()
-    report: dict[str, Any] = {"facts": card, "summary": {}, "results": results}
+    for case in cases:
+        op_class, workload = of_case(case)
+        if time.monotonic() - begin > arguments.seconds:
+            left.append(f"{op_class.__name__} {workload.label}")
+            continue
+        result = measure(op_class, workload, arguments)
+        results.append({"family": case[0], **with_ratios(result, rivals)})
+        print(shown(results[-1]), flush=True)
+        torch.cuda.empty_cache()
+    report: dict[str, Any] = {"facts": card, "summary": {}, "not reached": left, "results": results}
     for family in dict.fromkeys(r["family"] for r in results):
         found = report["summary"][family] = summary([r for r in results if r["family"] == family])
         print(f"\n{family}: {json.dumps(found, indent=1)}")
+    if left:
+        print(f"\nnot reached in {arguments.seconds:.0f} s: {', '.join(left)}")
     out = arguments.out or ROOT / "benchmarks" / "results" / f"families_{slug(card['card'])}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import triton
 
-__all__ = ["Times", "device_times", "facts", "host_times", "sets_past_l2", "slug"]
+__all__ = ["Times", "capturable", "device_times", "facts", "host_times", "sets_past_l2", "slug"]
 
 Work = Callable[[], Any]
 Times = dict[str, float]
@@ -52,6 +52,19 @@ def device_times(contenders: Mapping[str, Sequence[Work]], rounds: int = 11) -> 
             graph, calls = graphs[name]
             samples[name].append(_replay_us(graph) / calls)
     return {name: _summary(values) for name, values in samples.items()}
+
+
+def capturable(works: Sequence[Work]) -> bool:
+    """Whether a graph can hold these works: none waits for the device."""
+    with torch.no_grad():
+        for work in works:
+            work()
+        try:
+            _captured(works, 1)
+        except RuntimeError:
+            torch.cuda.synchronize()
+            return False
+    return True
 
 
 def _sized(works: Sequence[Work]) -> tuple[torch.cuda.CUDAGraph, int]:

@@ -21,7 +21,7 @@ from tileops.backend.tolerances import compare
 from tileops.engine.plan import in_tree_kernels
 from tileops.engine.select import claimants
 
-__all__ = ["EXACT", "call", "check", "exact", "poisoned", "same_bits", "strided"]
+__all__ = ["EXACT", "call", "check", "exact", "nearer", "poisoned", "same_bits", "strided"]
 
 Outputs = tuple[torch.Tensor | None, ...]
 Meaning = tuple[Outputs, dict[str, torch.Tensor]]
@@ -302,7 +302,9 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Bytes, so that NaNs and signed zeros compare as they are."""
-    plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(
+        tensor.detach()
+    )
     return plain.flatten().view(torch.uint8)
 
 
@@ -310,6 +312,15 @@ def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b))
+
+
+def nearer(
+    result: torch.Tensor, exact: torch.Tensor, allowance: torch.Tensor | float
+) -> torch.Tensor:
+    """``result`` less that part of its error, ``allowance`` at most, which the caller derives."""
+    off = result.double() - exact
+    left = torch.where(off.abs() > allowance, off - off.sign() * allowance, 0.0)
+    return torch.where(off.isfinite(), (exact + left).to(result.dtype), result)
 
 
 def check(

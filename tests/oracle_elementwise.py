@@ -151,6 +151,14 @@ def _round_of(op: Any, input: torch.Tensor) -> Meaning:
     return _of(_round)(op, input)
 
 
+def _quotient(op: Any, input: torch.Tensor, other: torch.Tensor) -> Meaning:
+    if op.rounding_mode == "trunc" and input.is_floating_point():
+        # The integer part is that of the rounded quotient: float32's, as torch has it.
+        wide = torch.promote_types(input.dtype, torch.float32)
+        return (torch.trunc(input.to(wide) / other.to(wide)).double(),), {}
+    return _of(lambda op, x, y: torch.div(x, y, rounding_mode=op.rounding_mode))(op, input, other)
+
+
 def _nan_to_num(op: Any, input: torch.Tensor) -> Meaning:
     # In the dtype itself, whose largest number stands for infinity.
     return (torch.nan_to_num(input, op.nan, op.posinf, op.neginf).double(),), {}
@@ -175,7 +183,7 @@ def _dropout(op: Any, x: torch.Tensor) -> torch.Tensor:
     if op.p == 1:
         return x * 0
     kept = [philox_word(op.seed, place) >= round(op.p * 2**32) for place in range(x.numel())]
-    return x * torch.tensor(kept, dtype=torch.float64).view(x.shape) / (1 - op.p)
+    return x * torch.tensor(kept, dtype=x.dtype, device=x.device).view(x.shape) / (1 - op.p)
 
 
 def _prelu(op: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -195,7 +203,7 @@ EXACT: dict[str, Callable[..., Meaning]] = {
     "ClampScalarFwdOp": _of(lambda op, x: x.clamp(op.min, op.max)),
     "ClampTensorFwdOp": _of(lambda op, x, low, high: torch.clamp(x, low, high)),
     "CosFwdOp": _of(lambda op, x: x.cos()),
-    "DivFwdOp": _of(lambda op, x, y: torch.div(x, y, rounding_mode=op.rounding_mode)),
+    "DivFwdOp": _quotient,
     "DropoutFwdOp": _of(_dropout),
     "ELUFwdOp": _of(lambda op, x: torch.where(x > 0, x, op.alpha * x.expm1())),
     "EqFwdOp": _of(lambda op, x, y: x == y),

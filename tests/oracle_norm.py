@@ -54,7 +54,6 @@ def batch_norm(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> Meaning:
-    channels = input.shape[1]
     rows = input.double().transpose(0, 1).flatten(1)
     written: dict[str, torch.Tensor] = {}
     if op.training:
@@ -70,12 +69,11 @@ def batch_norm(
         assert running_mean is not None
         assert running_var is not None
         mean, var, saved = running_mean.double(), running_var.double(), (None, None)
-    scale = torch.ones(channels) if weight is None else weight
-    shift = torch.zeros(channels) if bias is None else bias
-    result = torch.empty(input.shape, dtype=torch.float64)
-    for c in range(channels):
-        normal = (input[:, c].double() - mean[c]) / (var[c] + op.eps).sqrt()
-        result[:, c] = normal * scale[c].double() + shift[c].double()
+    channel = [1, -1] + [1] * (input.ndim - 2)
+    result = input.double() - mean.view(channel)
+    result = result / (var + op.eps).sqrt().view(channel)
+    result = result if weight is None else result * weight.double().view(channel)
+    result = result if bias is None else result + bias.double().view(channel)
     return (result, *saved), written
 
 
@@ -127,7 +125,7 @@ def group_norm(
 ) -> Meaning:
     channels = input.shape[1]
     size = channels // op.num_groups
-    result = torch.empty(input.shape, dtype=torch.float64)
+    result = torch.empty_like(input, dtype=torch.float64)
     if not input.numel():
         return (result,), {}
     for b in range(input.shape[0]):
@@ -182,6 +180,8 @@ def fused_qk_norm_rope(
 ) -> Meaning:
     size, turned = q_weight.shape[0], cos_sin_cache.shape[1]
     half = turned // 2
+    pair = torch.arange(half)
+    p, q = (pair, pair + half) if op.rope_layout == "neox" else (2 * pair, 2 * pair + 1)
     result = qkv.double().clone()
     heads = result.view(qkv.shape[0], op.num_heads + 2 * op.num_kv_heads, size)
     for n, place in enumerate(positions.tolist()):
@@ -190,11 +190,8 @@ def fused_qk_norm_rope(
             weight = q_weight if h < op.num_heads else k_weight
             row = _rms(heads[n, h].clone(), (-1,), op.eps) * weight.double()
             heads[n, h] = row
-            for i in range(half):
-                p, q = (i, i + half) if op.rope_layout == "neox" else (2 * i, 2 * i + 1)
-                cosine, sine = angles[i], angles[half + i]
-                heads[n, h, p] = row[p] * cosine - row[q] * sine
-                heads[n, h, q] = row[q] * cosine + row[p] * sine
+            heads[n, h, p] = row[p] * angles[:half] - row[q] * angles[half:]
+            heads[n, h, q] = row[q] * angles[:half] + row[p] * angles[half:]
     return (), {"qkv": result}
 
 
@@ -228,7 +225,7 @@ def rms_norm_backward(
 def layer_norm_backward(
     op: Any, grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor | None
 ) -> Meaning:
-    bias = torch.zeros(op.normalized_shape)
+    bias = input.new_zeros(op.normalized_shape)
     leaves = [_leaf(input), _leaf(weight), _leaf(bias)]
     with torch.enable_grad():
         result = F.layer_norm(leaves[0], op.normalized_shape, leaves[1], leaves[2], op.eps)

@@ -80,8 +80,8 @@ def _rotated(op: Any, x: torch.Tensor, positions: torch.Tensor | None) -> torch.
     size = getattr(op, "rotary_dim", None) or x.shape[-1]
     rates, scale = RATES[type(op).__name__[:-5]](op, size)
     if positions is None:
-        positions = torch.arange(x.shape[0 if x.ndim == 2 else 1])
-    angles = positions.double()[:, None] * torch.tensor(rates, dtype=torch.float64)
+        positions = torch.arange(x.shape[0 if x.ndim == 2 else 1], device=x.device)
+    angles = positions.double()[:, None] * torch.tensor(rates, dtype=torch.float64, device=x.device)
     turns = torch.polar(torch.full_like(angles, abs(scale)), angles) * math.copysign(1.0, scale)
     if x.ndim > 2:
         turns = turns[:, None]
@@ -102,7 +102,7 @@ def forward(op: Any, x: torch.Tensor, positions: torch.Tensor | None = None) -> 
 
 
 def backward(op: Any, grad_output: torch.Tensor, positions: torch.Tensor | None = None) -> Meaning:
-    x = torch.randn(grad_output.shape, dtype=torch.float64).requires_grad_()
+    x = torch.randn_like(grad_output, dtype=torch.float64).requires_grad_()
     with torch.enable_grad():
         result = _rotated(op, x, positions)
     return torch.autograd.grad(result, x, grad_output.double()), {}

@@ -84,9 +84,21 @@ def _assembled(self: Any, text: str, constraints: str, values: Any, *rest: Any) 
     import numpy as np
     from triton.runtime.interpreter import TensorHandle
 
-    assert text == "lg2.approx.f32 $0, $1;", text
+    def flushed(x: Any) -> Any:
+        return np.where(np.abs(x) < np.float32(2.0**-126), x * np.float32(0), x)
+
+    functions = {
+        "lg2.approx.f32": np.log2,
+        "lg2.approx.ftz.f32": lambda x: np.log2(flushed(x)),
+        "ex2.approx.ftz.f32": lambda x: flushed(np.exp2(flushed(x))),
+        "rcp.approx.ftz.f32": lambda x: flushed(np.float32(1) / flushed(x)),
+        "cvt.rni.f32.f32": np.rint,
+        "cvt.rzi.f32.f32": np.trunc,
+    }
+    name, operands = text.split(maxsplit=1)
+    assert operands == "$0, $1;", text
     with np.errstate(all="ignore"):
-        result = [TensorHandle(np.log2(values[0].data), values[0].dtype.scalar)]
+        result = [TensorHandle(functions[name](values[0].data), values[0].dtype.scalar)]
     return type("Result", (), {"get_result": lambda self, index: result[index]})()
 
 

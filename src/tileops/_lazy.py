@@ -40,8 +40,8 @@ def family_door(package: str, folder: str) -> tuple[Callable[[str], Any], Callab
 
 
 def register_operators(*families: str) -> tuple[str, ...]:
-    """Define the torch operators of ``families`` (all of them where none is named), which otherwise
-    happens when a class is first used; gives their names.
+    """Define the torch operators of ``families`` (all of them where none is named) and those of their
+    gradients, which otherwise happens when a class or its gradient is first used; gives their names.
 
     A process that loads an exported program or an AOTInductor package calls this first. Raises
     ``ValueError`` for an unknown family.
@@ -56,5 +56,8 @@ def register_operators(*families: str) -> tuple[str, ...]:
             )
         door = importlib.import_module(f"tileops.{family}")
         for name in dir(door):
-            names += getattr(getattr(door, name), "compile_op_names", ())
-    return tuple(names)
+            cls = getattr(door, name)
+            names += getattr(cls, "compile_op_names", ())
+            backward = cls.backward_class() if hasattr(cls, "backward_class") else None
+            names += () if backward is None else backward.compile_op_names
+    return tuple(dict.fromkeys(names))

@@ -15,6 +15,7 @@ from tests.op_packages import marked, swap
 from tileops.engine.manifest.catalog import load_family
 from tileops.engine.manifest.derive import backward_name, derived_backward, faults_of_backward
 from tileops.engine.validate import check
+from tileops.norm import BatchNormBwdOp, BatchNormFwdOp
 
 MANIFEST = """\
 GateFwdOp:
@@ -253,10 +254,19 @@ def test_a_class_that_is_not_there(tmp_path):
         module.GateFwdOp()(tensors()[0])
 
 
+def test_a_derived_op_takes_no_name_of_an_entry():
+    """``BatchNormBwdOp`` is the public operator of that name, and not by the convention."""
+    derived = BatchNormFwdOp.backward_class()
+    assert derived is not BatchNormBwdOp
+    assert not set(derived.compile_op_names) & set(BatchNormBwdOp.compile_op_names)
+    assert torch.ops.tileops.norm_batch_norm_bwd.default._schema.arguments[0].name == "doutput"
+
+
 def test_names(tmp_path):
     """They follow from the entry alone."""
     assert backward_name("RMSNormFwdOp") == "RMSNormBwdOp"
     assert backward_name("RMSNormBwdOp") == "RMSNormBwdBwdOp"
+    assert backward_name("BatchNormFwdOp", {"BatchNormBwdOp"}) == "BatchNormFwdBwdOp"
     (tmp_path / "gates").mkdir()
     path = tmp_path / "gates" / "manifest.yaml"
     path.write_text(textwrap.dedent(MANIFEST))

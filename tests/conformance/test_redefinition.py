@@ -72,21 +72,27 @@ def test_reload_and_a_second_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_register_operators_is_enough_to_load(tmp_path: Path) -> None:
     """Exported here, loaded in a process that calls ``register_operators`` and nothing else."""
+    from tileops.elementwise import TanhFwdOp
     from tileops.norm import RMSNormFwdOp
 
-    op = RMSNormFwdOp(8)
+    # One backward op has an entry, the other is derived.
+    ops = (RMSNormFwdOp(8), RMSNormFwdOp.backward_class()(8), TanhFwdOp.backward_class()())
 
-    class Model(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return op(x)  # type: ignore[no-any-return]
+    class Step(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            forward, backward, tanh_backward = ops
+            grad = tanh_backward(forward(x), x)
+            return grad, *(g for g in backward(grad, x, None) if g is not None)
 
     x = torch.randn(3, 8)
-    torch.export.save(torch.export.export(Model(), (x,)), tmp_path / "program.pt2")
-    torch.save((x, op(x)), tmp_path / "values.pt")
+    program = torch.export.export(Step(), (x,))
+    assert sum("_bwd" in str(n.target) for n in program.graph.nodes) == 2
+    torch.export.save(program, tmp_path / "program.pt2")
+    torch.save((x, Step()(x)), tmp_path / "values.pt")
     code = (
-        "import torch, tileops; assert 'tileops::norm_rms_norm_fwd' in tileops.register_operators();"
+        "import torch, tileops; assert 'tileops::norm_rms_norm_fwd' in tileops.register_operators('norm', 'elementwise');"
         "x, y = torch.load('values.pt');"
-        "assert torch.equal(torch.export.load('program.pt2').module()(x), y)"
+        "assert all(map(torch.equal, torch.export.load('program.pt2').module()(x), y))"
     )
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120)
 

@@ -305,12 +305,88 @@ def test_autocast_and_a_scaler():
         assert (a - b).norm() <= 0.05 * b.norm()
 
 
-def test_under_autocast_the_backward_is_as_without():
-    ours, wanted, _ = pair()
-    x = X.clone().requires_grad_()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        ours(x).square().sum().backward()  # within it, as some do
-    close(x.grad, wanted[0])
+def test_a_backward_under_autocast_is_as_one_without():
+    ours = pair()[0]
+    found = []
+    for within in (True, False):
+        x = X.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = ours(x).square().sum()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=within):  # as some do
+            loss.backward()
+        found.append(x.grad)
+    assert same_bits(*found)
+
+
+# ---- gradients of many at once, and of a traced backward ------------------------------------------
+
+
+def batched_grads(op, reference, *inputs):
+    """``is_grads_batched`` and ``jacobian(vectorize=True)`` take the vmap that is older than functorch."""
+    inputs = [t.requires_grad_() for t in inputs]
+    ours, theirs = op(*inputs), reference(*inputs)
+    grads = torch.randn(3, *theirs.shape)
+    for a, b in zip(
+        torch.autograd.grad(ours, inputs, grads, is_grads_batched=True),
+        torch.autograd.grad(theirs, inputs, grads, is_grads_batched=True),
+        strict=True,
+    ):
+        close(a, b)
+    jacobian = partial(torch.autograd.functional.jacobian, inputs=tuple(inputs))
+    for a, b in zip(jacobian(op, vectorize=True), jacobian(reference), strict=True):
+        close(a, b)
+
+
+SMALL = {
+    "rms_norm": (RMSNormFwdOp(6), lambda x, w: F.rms_norm(x, (6,), w), (3, 6), (6,)),
+    "layer_norm": (
+        LayerNormFwdOp(6),
+        lambda x, *wb: F.layer_norm(x, (6,), *wb),
+        (3, 6),
+        (6,),
+        (6,),
+    ),
+    "silu_and_mul": (SiLUAndMulFwdOp(), lambda x: F.silu(x[:, :3]) * x[:, 3:], (4, 6)),
+    "gemm": (GEMMFwdOp(), lambda a, b: a @ b.t(), (3, 4), (2, 4)),
+    "mul": (MulFwdOp(), torch.mul, (3, 4), (4,)),
+    "silu": (SiLUFwdOp(), F.silu, (3, 4)),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_batched_gradients(name):
+    op, reference, *shapes = SMALL[name]
+    batched_grads(op, reference, *(torch.randn(shape) for shape in shapes))
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_autograd(backend):
+    """A backward that no one has run yet, alone and within a compiled step."""
+    from torch._dynamo import compiled_autograd
+
+    torch._dynamo.reset()
+    norm, gate = RMSNormFwdOp(8, eps=2.0**-10), SiLUAndMulFwdOp()
+    x, weight = torch.randn(5, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    grad = torch.randn(5, 4)
+    normal = F.rms_norm(x, (8,), weight, 2.0**-10)
+    meant = F.silu(F.silu(normal[:, :4]) * normal[:, 4:])
+    wanted = torch.autograd.grad(meant, (x, weight), grad)
+
+    def step():
+        SiLUFwdOp()(gate(norm(x, weight))).backward(grad)
+
+    def traced(graph):
+        return torch.compile(graph, backend=backend, fullgraph=True)
+
+    with compiled_autograd._enable(traced):
+        step()
+    for tensor, theirs in zip((x, weight), wanted, strict=True):
+        close(tensor.grad, theirs)
+        tensor.grad = None
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(step, backend=backend)()
+    for tensor, theirs in zip((x, weight), wanted, strict=True):
+        close(tensor.grad, theirs)
 
 
 # ---- compiled code ---------------------------------------------------------------------------
@@ -333,6 +409,7 @@ def test_one_graph_serves_every_batch(dynamic):
     assert count.frame_count == (1 if dynamic else 2)
 
 
+@pytest.mark.slow
 def test_a_new_process_that_finds_compiled_code_has_the_backward(tmp_path):
     """The second finds the joint graph in Inductor's cache, and traces no backward itself."""
     runs = [

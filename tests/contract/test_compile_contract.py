@@ -189,7 +189,7 @@ def compile_for_another_target(name: str) -> str:
 
     def build_kernel(*specs: Any, **params: Any) -> Any:
         assert params == call.op._params
-        return lambda *tensors: served.append(len(tensors)) or foreign_result(call, tensors)
+        return lambda *tensors: served.append(len(tensors)) or call.foreign_result(tensors)
 
     register_kernel_builder("foreign", case.op.split(".")[1], build_kernel)
     graphs = Graphs("aot_eager")
@@ -198,20 +198,6 @@ def compile_for_another_target(name: str) -> str:
     assert call.op.serving_target == "foreign"
     assert served == [len(call.op.entry.inputs) + call.op.entry.has_out]
     return graphs.text()
-
-
-def foreign_result(call: Call, tensors: tuple[Any, ...]) -> Any:
-    """What a kernel returns that knows the answer: own outputs; the rest it writes."""
-    names = [item.name for item in call.op.entry.inputs] + ["out"] * call.op.entry.has_out
-    for name, value in call.written.items():
-        tensors[names.index(name)].copy_(value)
-    given = [call.inputs.get(item.name) for item in call.op.entry.inputs]
-    specs = type(call.op)._signature(call.op, *given, call.inputs.get("out"))[0]
-    results = tuple(
-        None if value is None or isinstance(value, str) else value.to(spec[1]).contiguous()
-        for value, spec in zip(call.returns, specs, strict=True)
-    )
-    return results if len(results) > 1 else (results or (None,))[0]
 
 
 # ---- without a boundary --------------------------------------------------------------------------

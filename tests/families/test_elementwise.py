@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.cases import workload_call, workload_cases
 from tests.oracle import check, exact, strided
 from tileops import CheckError
+from tileops.backend.tolerances import compare
 from tileops.elementwise import (
     AddFwdOp,
     AlibiFwdOp,
@@ -20,6 +21,7 @@ from tileops.elementwise import (
     SiLUFwdOp,
     SinusoidalFwdOp,
 )
+from tileops.elementwise.activation import _sixths_of_relu6
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -320,6 +322,18 @@ def test_alibi_slopes_of_the_paper():
 @pytest.mark.parametrize(("length", "width"), [(1, 2), (7, 6), (64, 10), (3, 512)])
 def test_sinusoidal(length, width, dtype):
     check(SinusoidalFwdOp(seq_len=length, d_model=width, out_dtype=dtype), {})
+
+
+def test_sixths_in_float64_off_the_cpu():
+    """What the decompositions take there instead of torch's, whose sixth is float32's."""
+    x = torch.cat(
+        (torch.randn(1000).double() * 4, torch.tensor([3, -3, math.inf, -math.inf, math.nan]))
+    )
+    found = compare(_sixths_of_relu6(x), (x + 3).clamp(0, 6) / 6, "pointwise")
+    assert found.ok, found.text
+    leaf = torch.tensor([-3.0, 0.0, 3.0]).requires_grad_()
+    (slope,) = torch.autograd.grad(_sixths_of_relu6(leaf).sum(), leaf)
+    assert torch.equal(slope, torch.autograd.grad(F.hardsigmoid(leaf).sum(), leaf)[0])
 
 
 def test_sinusoidal_is_exact_at_far_positions():

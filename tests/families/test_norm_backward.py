@@ -198,6 +198,8 @@ LENGTHS = [(3, 3), (70, 127), (19, 128), (5, 1000), (3, 1025), (5, 4096), (2, 81
 @pytest.mark.parametrize(("count", "length"), LENGTHS)
 def test_kernels(cls, count, length):
     dtype = torch.float32 if length == LONG else FLOATS[(length + OPS.index(cls)) % 3]
+    if length == LONG and cls is not LayerNormBwdOp:
+        count = 3  # one block of rows
     check_kernel(*made(cls, (count, length), dtype))
 
 
@@ -296,11 +298,11 @@ TIGHT = [(127, True), (1024, True), (4096, False), (8192, True), (99991, True)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("cls", OPS)
-def test_fits_everywhere(cls, arch):
+def test_fits_everywhere(cls):
     for dtype in (torch.bfloat16, torch.float32):
-        for length, aligned in TIGHT:
+        for turn, (length, aligned) in enumerate(TIGHT, start=OPS.index(cls) + dtype.itemsize // 2):
+            arch = ARCHITECTURES[turn % 3]
             if not aligned and cls is FusedAddRMSNormBwdOp:
                 continue  # spills: three gradients ahead, each element with an address of its own
             for build in builds(spec_call(cls, 9, length, dtype, aligned=aligned, arch=arch)):

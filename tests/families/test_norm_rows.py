@@ -88,6 +88,17 @@ def run_rows(name, params, inputs, way=None, **facts):
         return run_entry(entry, call, *(inputs.get(item.name) for item in op.entry.inputs))
 
 
+def steps_off(given, wanted):
+    """How many numbers of its type each quantised one is off: the tolerance of float8 is a quarter."""
+    numbers = []
+    for tensor in (given, wanted.to(given.dtype)):
+        code = tensor.view(torch.int8).int()
+        if given.dtype is not torch.int8:  # a sign and a magnitude
+            code = torch.where(code < 0, -(code & 127), code)
+        numbers.append(code)
+    return (numbers[0] - numbers[1]).abs()
+
+
 def check(op, inputs, way=None, multiprocessors=132):
     before = {n: t.clone() for n, t in inputs.items()}
     result = run_rows(type(op).__name__, op._params, inputs, way, multiprocessors=multiprocessors)
@@ -98,10 +109,12 @@ def check(op, inputs, way=None, multiprocessors=132):
         before |= {first: results[-1].clone(), "residual": torch.zeros_like(results[-1])}
     wanted, _ = exact(op, before)
     for given, value in zip(results, wanted, strict=True):
-        if given.dtype is torch.int8:
-            off = (given.double() - value).abs()
-            assert off.max() <= 1
-            assert (off > 0).double().mean() < 0.01  # a quotient that lies at the middle of two
+        if "quant_dtype" in op._params and given is results[0]:
+            off = steps_off(given, value)
+            assert (off <= 1).all()
+            assert (
+                off > 0
+            ).sum() <= off.numel() // 100  # a quotient that lies at the middle of two
             continue
         if given.dtype is torch.bfloat16:
             value = value * (1 - 2.0**-9)
@@ -131,18 +144,20 @@ def test_streamed_rows_are_the_same_whole_and_split(name, length):
     assert all(map(torch.equal, whole, split))
 
 
-@pytest.mark.parametrize("name", ROW_OPS)
-def test_every_candidate(name):
-    for length in (160, 2048):
-        op, inputs = made(name, 50, length, torch.float32)
-        call = call_for(op, inputs)
-        count = len(chosen(call, *of_op(op)).candidates(call))
-        for way in range(1, count, 4):
-            check(op, inputs, way, multiprocessors=1)
+@pytest.mark.parametrize(
+    ("name", "count", "length"),
+    [("layer", 50, 160), ("ada", 11, 2048), ("added", 11, 2048), ("quant", 50, 160)],
+)
+def test_every_candidate(name, count, length):
+    op, inputs = made(name, count, length, torch.float32)
+    call = call_for(op, inputs)
+    for way in range(1, len(chosen(call, *of_op(op)).candidates(call)), 4):
+        check(op, inputs, way, multiprocessors=1)
 
 
-@pytest.mark.parametrize("absent", ["weight", "bias", "both"])
-@pytest.mark.parametrize("length", [100, 33001])
+@pytest.mark.parametrize(
+    ("absent", "length"), [("weight", 100), ("bias", 100), ("both", 100), ("weight", 33001)]
+)
 def test_layer_norm_without(absent, length):
     op, inputs = made("layer", 3, length, torch.float32)
     for name in ("weight", "bias"):
@@ -194,6 +209,7 @@ def test_quantised(params, length):
 def test_quantised_rows_of_zeros_and_of_no_numbers(quant_dtype):
     x, zeros = torch.randn(4, 64), torch.zeros(4, 64)
     x[0], x[2, 3], x[3, 5] = 0, float("nan"), float("inf")
+    x[1, 7] = zeros[1, 7] = -0.0
     inputs = {"input": x, "residual": zeros, "weight": torch.ones(64)}
     op = FusedAddRMSNormPerTokenQuantFwdOp(quant_dtype)
     plain = op(*inputs.values())
@@ -216,7 +232,6 @@ def group_call(shape, groups, dtype, weight=True, bias=True, eps=1e-5):
     return op, inputs
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(
     ("shape", "groups"),
     [
@@ -224,21 +239,34 @@ def group_call(shape, groups, dtype, weight=True, bias=True, eps=1e-5):
         ((3, 4, 64), 2),
         ((2, 4, 1), 2),
         ((2, 8, 300), 2),
+        ((2, 6, 48), 2),
         ((1, 2, 17000), 1),
+        ((1, 2, 32768), 1),
         ((2, 3, 37), None),
         ((2, 2, 1031), None),
         ((0, 4, 8), 2),
     ],
 )
-def test_groups(shape, groups, dtype):
-    check(*group_call(shape, groups, dtype))
+def test_groups(shape, groups):
+    check(*group_call(shape, groups, FLOATS[shape[2] % 3]))
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups"), [((9, 6, 16), 3), ((4, 6, 520), 3), ((5, 3, 96), None)]
+)
+def test_every_candidate_for_groups(shape, groups):
+    """Those among them that give several tiles to a program would have to read weights anew."""
+    op, inputs = group_call(shape, groups, torch.float32)
+    call = call_for(op, inputs)
+    for way in range(1, len(chosen(call, *of_op(op)).candidates(call)), 2):
+        check(op, inputs, way, multiprocessors=1)
 
 
 def test_groups_with_and_without_weight_and_bias():
     for weight in (True, False):
         for bias in (True, False):
             check(*group_call((2, 6, 10), 3, torch.float32, weight, bias))
-            check(*group_call((1, 2, 33001), None, torch.float32, weight, bias))
+    check(*group_call((1, 2, 33001), None, torch.float32, bias=False))
 
 
 def test_a_long_group_is_the_same_whole_and_split():
@@ -301,11 +329,11 @@ TIGHT = [1, 127, 1001, 5120, 8192, 16381, 16384, 32768, 99991]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("name", ROW_OPS)
-def test_fits_where_registers_are_tight(name, arch):
+def test_fits_where_registers_are_tight(name):
     for dtype in (torch.bfloat16, torch.float32):
-        for length in TIGHT:
+        for turn, length in enumerate(TIGHT, start=len(name) + dtype.itemsize):
+            arch = ARCHITECTURES[turn % 3]
             # Of one element: 8 bytes are spilled on sm_80, where nobody quantises.
             if name == "quant" and (length == 1 or length * dtype.itemsize > 32768):
                 continue

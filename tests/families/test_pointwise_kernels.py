@@ -20,18 +20,35 @@ from tileops.elementwise import (
     AddFwdOp,
     AlibiFwdOp,
     ClampTensorFwdOp,
+    CosFwdOp,
     DropoutFwdOp,
+    ELUFwdOp,
     EqFwdOp,
+    ErfFwdOp,
+    ExpFwdOp,
+    Expm1FwdOp,
+    FloorDivideFwdOp,
+    GELUFwdOp,
+    Log1pFwdOp,
+    LogFwdOp,
     MaskedFillScalarFwdOp,
     MaskedFillTensorFwdOp,
+    MishFwdOp,
     MulFwdOp,
     PowFwdOp,
     PReLUFwdOp,
     ReLUFwdOp,
     RemainderFwdOp,
+    RoundFwdOp,
+    SELUFwdOp,
     SigmoidFwdOp,
     SiLUFwdOp,
+    SinFwdOp,
     SinusoidalFwdOp,
+    SoftplusFwdOp,
+    SqrtFwdOp,
+    TanhFwdOp,
+    TruncFwdOp,
     WhereFwdOp,
 )
 from tileops.elementwise.kernels.pointwise import collapsed
@@ -75,6 +92,11 @@ def test_workloads(name, seed):
 
 SPECIALS = [0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -1.0, 0.5, -0.5, 2.5, -2.5, 3.0, -3.0, 20.0,
             -20.0, 88.0, -88.0, 1e-6, -1e-6, 1e4, -1e4]  # fmt: skip
+NARROW = [
+    CosFwdOp, ELUFwdOp, ErfFwdOp, ExpFwdOp, Expm1FwdOp, GELUFwdOp, Log1pFwdOp, LogFwdOp, MishFwdOp, RoundFwdOp,
+    SELUFwdOp, SiLUFwdOp, SigmoidFwdOp, SinFwdOp, SoftplusFwdOp, SqrtFwdOp, TanhFwdOp, TruncFwdOp,
+]  # fmt: skip
+"""Of one number, computed in another way where the result has 16 bits, or by a named instruction."""
 NO_INFINITY = {"GELUFwdOp"}
 """Where torch's own answer for infinities differs between devices."""
 SIGNS = {
@@ -117,10 +139,59 @@ def test_special_values(cls, count, dtype):
         assert torch.equal(result.signbit()[zeros], wanted.signbit()[zeros])
 
 
+def normal(x):
+    """With 1 for what is not finite, and for what Triton's interpreter converts wrongly: the bfloat16
+    below 2**-126."""
+    wrong = (x.dtype is torch.bfloat16) & (x != 0) & (x.abs() < 2.0**-126)
+    return torch.where(x.isfinite() & ~wrong, x, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("cls", NARROW, ids=lambda cls: cls.__name__)
+def test_every_number_of_16_bits(cls, dtype):
+    x = normal(torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype))
+    for op in [cls(), cls(approximate="tanh")] if cls is GELUFwdOp else [cls()]:
+        check_kernel(op, {"input": x})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("cls", [RemainderFwdOp, FloorDivideFwdOp])
+def test_quotients_of_16_bits(cls, dtype):
+    """Of numbers of all sizes, of neighbouring sizes and of multiples, with the zeros' signs."""
+    x = torch.randint(-(2**15), 2**15, (3, 4096)).to(torch.int16).view(dtype)
+    x = normal(x)
+    y = torch.stack((x[0].flip(0), x[1] * torch.randn(4096), torch.randint(-9, 9, (4096,)))).to(
+        dtype
+    )
+    x[2], y = torch.randint(-99, 99, (4096,)), normal(y)
+    for n in range(3):
+        inputs = {"input": x[n], "other": y[n]}
+        result = check_kernel(cls(), inputs)
+        wanted = exact(cls(), inputs)[0][0].to(dtype)
+        zeros = (wanted == 0) & (result == 0)
+        assert torch.equal(result.signbit()[zeros], wanted.signbit()[zeros])
+
+
 def test_a_power_in_float32():
     x = torch.cat((torch.rand(500) * 8 + 1e-3, torch.tensor([3.0, 2.5, 1.0000001, 1e-40, 1e38])))
     y = torch.cat((torch.randn(500) * 16, torch.tensor([80.0, -88.0, 1e8, -0.9, 0.99])))
     check_kernel(PowFwdOp(), {"input": x, "exponent": y})
+
+
+def test_powers_at_the_ends_of_float32():
+    base = torch.rand(400) * 8 + 1e-3
+    x = torch.cat((base, -base[:20], torch.tensor([2.0, 0.5, 1 + 2.0**-23])))
+    size = torch.cat((torch.linspace(120, 129, 200), torch.linspace(-151, -120, 220)))
+    y = torch.cat((size / x[:420].abs().log2(), torch.tensor([127.0, -127.0, 7.4e8])))
+    check_kernel(PowFwdOp(), {"input": x, "exponent": y})
+    bases = [0.0, 1.0, 2.0, 0.5, 3.0, 1e-45, 1e-40, 3.4e38, 1 + 2.0**-23, 1 - 2.0**-24, math.inf]
+    powers = [0.0, 0.5, 1.0, 2.0, 3.0, 1e-45, 126.0, 128.0, 149.0, 2.0**24 - 1, 1e38, math.inf]
+    x = torch.tensor([*bases, *(-b for b in bases), math.nan])[:, None]
+    y = torch.tensor([*powers, *(-p for p in powers), math.nan])
+    result = check_kernel(PowFwdOp(), {"input": x, "exponent": y})
+    wanted = x.double() ** y.double()
+    whole = ~wanted.isnan() & ((wanted == 0) | wanted.isinf())
+    assert torch.equal(result.signbit()[whole], wanted.signbit()[whole])
 
 
 def test_remainders_of_quotients_of_any_size():
@@ -289,6 +360,10 @@ def test_generators(dtype):
         check_kernel(AlibiFwdOp(seq_len=length, num_heads=heads, out_dtype=dtype), {})
     for length, width in ((1, 2), (70, 10), (3, 8194)):
         check_kernel(SinusoidalFwdOp(seq_len=length, d_model=width, out_dtype=dtype), {})
+
+
+def test_sinusoidal_is_exact_at_far_positions():
+    check_kernel(SinusoidalFwdOp(seq_len=1500, d_model=4), {})
 
 
 # ---- what the compiler says ------------------------------------------------------------------------------

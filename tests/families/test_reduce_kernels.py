@@ -173,6 +173,22 @@ def test_what_is_zero(name, dtype):
     check(op_of(name, 1), x, run(op_of(name, 1), x))
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8])
+@pytest.mark.parametrize("name", ["AllFwdOp", "AnyFwdOp"])
+def test_four_bytes_at_a_time(name, dtype):
+    for shape, dim in (((3, 8), 1), ((2, 5, 4, 6), (1, 2, 3)), ((6, 2, 2), (1, 2)), ((36,), None)):
+        op = op_of(name, dim)
+        for odd in (0, 1):  # one that is unlike all others, of every byte's value
+            others = torch.arange(math.prod(shape)) % 255 - 127 if odd == 0 else torch.zeros(shape)
+            x = others.reshape(shape).to(dtype)
+            x[x == 0] = 1 - odd
+            for serve in (run, run_small):
+                check(op, x, serve(op, x))
+                lone = x.clone()
+                lone.view(-1)[int(torch.randint(x.numel(), ()))] = odd
+                check(op, lone, serve(op, lone))
+
+
 def test_large_integers_are_not_zero():
     x = torch.tensor([[2**40, 2**40], [-(2**63), 0]])
     assert run(op_of("CountNonzeroFwdOp", 1), x).tolist() == [2, 1]
@@ -231,8 +247,9 @@ def test_real_tiles_of_long_rows_and_columns():
 
 
 def test_misaligned():
-    x = misaligned(draw((3, 64), HALF))
-    check(op_of("SumFwdOp", 1), x, run(op_of("SumFwdOp", 1), x))
+    for name, dtype in (("SumFwdOp", HALF), ("AllFwdOp", torch.bool)):
+        x = misaligned(draw((3, 64), dtype))
+        check(op_of(name, 1), x, run(op_of(name, 1), x))
 
 
 @pytest.mark.parametrize("name", ["SumFwdOp", "VarFwdOp", "LogSumExpFwdOp"])

@@ -102,16 +102,18 @@ def test_row_candidates(candidate):
     check(run_kernel("RowSoftmax", x, -1, candidate=candidate), softmax64(x, -1))
 
 
-# The longest row in registers, one more, a multiple of the chunk, and a prime number of elements.
-@pytest.mark.parametrize("n", [16384, 16385, 20480, 32771])
+# The longest odd row in registers and one more, the longest wide one, a multiple of the chunk, and a
+# prime number of elements.
+@pytest.mark.parametrize("n", [16383, 16385, 32768, 36864, 32771])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_long_rows_split_or_streamed(n, dtype):
     x = (torch.randn(3, n) * 3).to(dtype)
     expected = softmax64(x, -1, torch.float32)
     split, kernel = run_softmax(x, -1, torch.float32)
-    assert kernel == ("triton_row" if n == 16384 else "triton_split")
+    held = n in (16383, 32768)
+    assert kernel == ("triton_row" if held else "triton_split")
     check(split, expected)
-    if n > 16384:
+    if not held:
         streamed, kernel = run_softmax(x, -1, torch.float32, multiprocessors=1)
         assert kernel == "triton_streamed"
         assert torch.equal(streamed, split), "a row's result depends on the rows beside it"
@@ -162,7 +164,7 @@ def test_the_input_is_cast_first(shape, dim, given, dtype):
 
 
 @pytest.mark.parametrize(
-    ("shape", "dim"), [((5, 300), 1), ((300, 5), 0), ((2000, 5), 0), ((5, 17000), 1)]
+    ("shape", "dim"), [((5, 300), 1), ((300, 5), 0), ((2000, 5), 0), ((5, 17001), 1)]
 )
 @pytest.mark.parametrize("multiprocessors", [1, 132])
 def test_infinities_and_nan_as_torch_has_them(shape, dim, multiprocessors):
@@ -177,7 +179,16 @@ def test_infinities_and_nan_as_torch_has_them(shape, dim, multiprocessors):
 
 
 def test_regions_cover_every_call_once():
-    for shape in [(4, 16384), (4, 16385), (5000, 128256), (1, 2**22), (1, 2**22 + 1), (9, 4, 3)]:
+    for shape in [
+        (4, 16384),
+        (4, 16385),
+        (4, 32768),
+        (4, 32776),
+        (5000, 128256),
+        (1, 2**22),
+        (1, 2**22 + 1),
+        (9, 4, 3),
+    ]:
         for dim in range(len(shape)):
             serving(softmax_call((shape, torch.float16), dim))
     assert serving(softmax_call(((1, 2**22 + 1), torch.float16), 1)).name == "triton_column"
@@ -205,6 +216,7 @@ def test_row_count_is_not_in_the_identity():
 
 WORKLOADS = [
     ((32768, 4096), -1, torch.bfloat16, None),
+    ((4096, 32768), -1, torch.bfloat16, torch.float32),
     ((4, 128256), -1, torch.bfloat16, torch.float32),
     ((4096, 128256), -1, torch.bfloat16, torch.float32),
     ((8, 1024, 128), 1, torch.bfloat16, None),

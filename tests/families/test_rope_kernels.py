@@ -77,6 +77,7 @@ def check(actual, expected):
         ((2, 3, 576), 512),
         ((19, 1, 64), 40),  # few heads: several tokens in a tile
         ((23, 3, 32), None),
+        ((37, 4, 32), 20),  # whose heads share sines
     ],
 )
 def test_rope(shape, rotary, index, dtype):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.oracle import check, strided
+from tests.oracle import check, exact, strided
 from tileops import CheckError
 from tileops.reduction import (
     CumprodBwdOp,
@@ -16,6 +16,7 @@ from tileops.reduction import (
     SoftmaxBwdOp,
     SoftmaxFwdOp,
 )
+from tileops.reduction.scan import _gradient_of_products
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SHAPES = [(), (1,), (37,), (0,), (3, 0), (0, 4), (2, 3, 5), (3, 1, 4), (5, 1031)]
@@ -98,6 +99,24 @@ def test_gradient_of_running_products(dtype, dim):
         for place in zeros:
             x[place] = 0.0
         check(CumprodBwdOp(dim), {"grad_output": torch.randn(5, 9).to(dtype), "input": x})
+
+
+@pytest.mark.parametrize("zeros", [(), (3,), (0, 5, 9)], ids=str)
+def test_gradient_of_running_products_off_the_cpu(zeros):
+    """The same function, twice differentiable, without a look at the values."""
+    for n, dim in ((0, 1), (1, 1), (2, 0), (7, -1), (16, 0), (33, 1)):
+        x = 1 + torch.randn((n, 3) if dim == 0 else (3, n), dtype=torch.float64) / 4
+        for place in zeros:
+            if place < n:
+                x.movedim(dim, 0)[place, :2] = 0.0
+        grad = torch.randn_like(x)
+        wanted, _ = exact(CumprodBwdOp(dim), {"grad_output": grad, "input": x})
+        torch.testing.assert_close(_gradient_of_products(grad, x, dim), *wanted)
+        if n == 7:
+            leaves = (grad.requires_grad_(), x.requires_grad_())
+            assert torch.autograd.gradcheck(lambda g, x: _gradient_of_products(g, x, -1), leaves)
+    scalar = torch.tensor(2.0)
+    assert torch.equal(_gradient_of_products(scalar, scalar, 0), scalar)
 
 
 def test_gradient_of_running_products_does_not_walk_step_by_step():

@@ -78,7 +78,8 @@ def check(op, tensors, dim, actual):
         ((3, 4099), 1, HALF, "triton_row"),
         ((3, 64), 1, torch.float32, "triton_row"),
         ((2, 16385), -1, HALF, "triton_split"),
-        ((2, 20480), -1, torch.float32, "triton_split"),
+        ((2, 20480), -1, HALF, "triton_row"),
+        ((2, 36864), -1, torch.float32, "triton_split"),
         ((67, 13), 0, HALF, "triton_column"),
         ((2, 300, 40), 1, torch.float32, "triton_column"),
         ((1025, 17), 0, torch.float32, "triton_column"),
@@ -106,7 +107,7 @@ def test_misaligned(op):
     check(op, tensors, 1, run(op, tensors, 1)[0])
 
 
-@pytest.mark.parametrize("n", [1000, 17000])
+@pytest.mark.parametrize("n", [1000, 17001])
 def test_streamed_and_split_logarithms_agree(n):
     (x,) = draw("LogSoftmaxFwdOp", (2, n), HALF, 1)
     few, _ = run("LogSoftmaxFwdOp", (x,), 1)
@@ -116,7 +117,7 @@ def test_streamed_and_split_logarithms_agree(n):
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize(("shape", "dim"), [((5, 300), 1), ((300, 5), 0), ((5, 17000), 1)])
+@pytest.mark.parametrize(("shape", "dim"), [((5, 300), 1), ((300, 5), 0), ((5, 17001), 1)])
 def test_infinities_and_nan_as_torch_has_them(op, shape, dim):
     tensors = draw(op, shape, torch.float32, dim)
     first = tensors[0] if dim == 1 else tensors[0].T
@@ -153,6 +154,7 @@ def test_float64_is_left_to_the_decomposition(op):
 BUILDS = [
     ("LogSoftmaxFwdOp", (4096, 128256), -1, HALF),
     ("SoftmaxBwdOp", (32768, 4096), -1, HALF),
+    ("SoftmaxBwdOp", (4096, 32768), -1, HALF),
     ("LogSoftmaxBwdOp", (4096, 128256), -1, HALF),
     ("SoftmaxBwdOp", (64, 512, 64), 1, HALF),
 ]
@@ -164,6 +166,10 @@ MORE_BUILDS = [
     ("SoftmaxBwdOp", (4, 128256), -1, torch.float32),
     ("SoftmaxBwdOp", (8192, 512), -1, torch.float16),
     ("SoftmaxBwdOp", (1024, 16384), -1, torch.float32),
+    ("SoftmaxBwdOp", (4096, 32768), -1, torch.float32),
+    ("LogSoftmaxBwdOp", (4096, 32768), -1, torch.float32),
+    ("LogSoftmaxBwdOp", (4096, 16383), -1, HALF),
+    ("LogSoftmaxFwdOp", (4096, 32768), -1, HALF),
     ("LogSoftmaxBwdOp", (4096, 64), 1, torch.float32),
     ("LogSoftmaxBwdOp", (64, 512, 3), 1, HALF),
 ]

@@ -266,7 +266,7 @@ def test_paged_kv_cache_write(dtype: torch.dtype) -> None:
 
 
 def test_decomposition_serves_what_has_no_kernel() -> None:
-    x, w = draw(8, 64), draw(64)
+    x, w = draw(8, 64).double(), draw(64).double()
     op = LayerNormFwdOp(64)
     check(op(x, w), F.layer_norm(x.double(), (64,), w.double()))
     assert op.last_call is not None and op.last_call.kernel == "decomposition"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.cases import op_classes, workload_call, workloads_in_every_dtype
-from tests.oracle import EXACT, call
+from tests.oracle import EXACT, call, same_bits
 from tests.oracle_elementwise import philox_word
 from tileops.backend.tolerances import tolerance
 from tileops.elementwise import (
@@ -56,7 +56,7 @@ def check(op, inputs):
     close(op, result, wanted)
     for name, tensor in given.items():
         if name not in written and tensor is not None:
-            assert torch.equal(tensor.view(torch.uint8), before[name].view(torch.uint8)), name
+            assert same_bits(tensor, before[name]), name
 
 
 def close(op, result, wanted):
@@ -128,6 +128,40 @@ def test_a_generator_in_a_graph():
     result.fill_(1)
     graph.replay()
     assert torch.equal(result, wanted)
+
+
+# ---- every number of 16 bits -----------------------------------------------------------------------
+
+ONE_NUMBER = [
+    name
+    for name in NAMES
+    if len(op_classes()[name].entry.inputs) == 1
+    and not op_classes()[name].random
+    and "AndMul" not in name
+    and "bfloat16" in op_classes()[name].entry.dtypes["T"]
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ONE_NUMBER)
+def test_every_number_of_16_bits(name, dtype):
+    cls = op_classes()[name]
+    ops = [cls(min=-1, max=2) if name == "ClampScalarFwdOp" else cls()]
+    if name == "GELUFwdOp":
+        ops.append(cls(approximate="tanh"))
+    for op in ops:
+        check(op, {"input": torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("cls", [RemainderFwdOp, FloorDivideFwdOp])
+def test_quotients_of_numbers_of_all_sizes(cls, dtype):
+    bits = torch.arange(-(2**15), 2**15).to(torch.int16)
+    x = bits.view(dtype)
+    for y in (x.flip(0), bits[torch.randperm(2**16)].view(dtype), x * 0.37):
+        # Where float64 has the exact remainder, and the quotient is one of the dtype.
+        known = (x.double() / y.double()).abs() < 2.0**15
+        check(cls(), {"input": x[known], "other": y[known]})
 
 
 # ---- dropout ---------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ def hold(op, grad_d, a, b, results):
     for wants, wanted, given in zip((op.wants_a, op.wants_b), expected, results, strict=True):
         assert (given is not None) == wants
         if wants:
-            found = compare(given, wanted.cpu(), "template")
+            found = compare(given, wanted, "template")
             assert found.ok, f"{op!r}: {found.text}"
 
 

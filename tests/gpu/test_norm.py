@@ -1,4 +1,7 @@
-"""The norm family on a card: every workload, kernels against float64, batch invariance, large sizes."""
+"""The norm family on a card: every workload, kernels against float64, batch invariance, large sizes.
+
+What takes time here is compiling, so tests that need a kernel share lengths and dtypes.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import torch.nn.functional as F
 
 import tileops.norm
 from tests.cases import op_classes, workload_cases
+from tests.families.test_norm_rows import steps_off
 from tests.oracle import exact
 from tileops.backend.tolerances import compare
 from tileops.engine.workloads import workload_inputs
@@ -19,7 +23,7 @@ pytestmark = [
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32]
 MOST = 1 << 18
-"""Elements of the largest tensor whose oracle is computed."""
+"""Elements of the largest tensor of a workload."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +44,8 @@ def call(op, inputs):
 
 
 def check(op, inputs, kernel="triton"):
-    """Call on the card; hold outputs and written inputs to the oracle, computed on the CPU."""
-    before = {n: None if t is None else t.cpu().clone() for n, t in inputs.items()}
+    """Call on the card; hold outputs and written inputs to the oracle, in float64 on the card."""
+    before = {n: None if t is None else t.clone() for n, t in inputs.items()}
     result = call(op, inputs)
     assert op.last_call.kernel.startswith(kernel), (op.last_call.kernel, op.last_call.refused)
     results = result if isinstance(result, tuple) else (result,) if op.entry.outputs else ()
@@ -50,8 +54,10 @@ def check(op, inputs, kernel="triton"):
         assert (given is None) == (value is None)
         if value is None:
             continue
-        if given.dtype is torch.int8:
-            assert (given.cpu().double() - value).abs().max() <= 1
+        if "quant_dtype" in op._params and given is results[0]:
+            off = steps_off(given, value)
+            assert (off <= 1).all()
+            assert (off > 0).sum() <= off.numel() // 100
             continue
         found = compare(given, value, "reduction")
         assert found.ok, (str(op), found.text)
@@ -61,7 +67,16 @@ def check(op, inputs, kernel="triton"):
     return results
 
 
-@pytest.mark.parametrize(("name", "workload"), workload_cases("norm"))
+def workloads():
+    """As the manifest has them, and of each class the first in every dtype."""
+    for case in workload_cases("norm"):
+        name, workload = case.values
+        known = op_classes()[name].entry.workloads
+        if workload.label == known[0].label or workload in known:
+            yield case
+
+
+@pytest.mark.parametrize(("name", "workload"), list(workloads()))
 def test_workloads(name, workload):
     cls = op_classes()[name]
     made = workload_inputs(cls, workload, "cuda", scale_to=MOST)
@@ -77,7 +92,8 @@ def test_workloads(name, workload):
 
 # --- rows ---------------------------------------------------------------------------------------
 
-LENGTHS = [1, 96, 127, 1024, 1025, 2880, 4096, 8191, 8192, 16384, 32768, 40001]
+ROW_KINDS = [(96, torch.bfloat16), (127, torch.bfloat16), (1031, torch.float16), (4096, torch.bfloat16),
+             (8191, torch.bfloat16), (8192, torch.float32), (16384, torch.bfloat16), (40001, torch.bfloat16)]  # fmt: skip
 
 
 def row_inputs(name, count, length, dtype, **params):
@@ -104,12 +120,9 @@ ROWS = [
 BACKWARD = ["RMSNormBwdOp", "LayerNormBwdOp", "FusedAddRMSNormBwdOp"]
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", [*ROWS, *BACKWARD])
-def test_rows(name, dtype):
-    for length in LENGTHS:
-        if length == 1 and name != "FusedAddRMSNormPerTokenQuantFwdOp":
-            continue  # a row less itself
+def test_rows(name):
+    for length, dtype in ROW_KINDS:
         if "Quant" in name and length * dtype.itemsize > 32768:
             continue
         for count in (1, 3, 300 if length < 9000 else 20):
@@ -122,7 +135,7 @@ def test_quantised_to_int8():
 
 
 @pytest.mark.parametrize("name", [*ROWS, *BACKWARD])
-@pytest.mark.parametrize("length", [96, 1000, 4096, 16384, 40001])
+@pytest.mark.parametrize("length", [96, 4096, 16384, 40001])
 def test_a_row_does_not_depend_on_its_neighbours(name, length):
     if "Quant" in name and length > 32768:
         pytest.skip("the decomposition's")
@@ -138,7 +151,7 @@ def test_a_row_does_not_depend_on_its_neighbours(name, length):
 
 
 @pytest.mark.parametrize("name", BACKWARD)
-@pytest.mark.parametrize("length", [128, 4096, 16384])
+@pytest.mark.parametrize("length", [96, 4096, 16384])
 def test_gradients_are_the_same_every_time(name, length):
     op, inputs = row_inputs(name, 3000, length, torch.bfloat16)
     first = call(op, inputs)
@@ -149,17 +162,17 @@ def test_gradients_are_the_same_every_time(name, length):
 @pytest.mark.parametrize("name", BACKWARD)
 def test_gradients_of_many_rows(name):
     """The weight's gradient over 32768 rows, in float64 on the card."""
-    op, inputs = row_inputs(name, 32768, 1024, torch.bfloat16)
+    op, inputs = row_inputs(name, 32768, 4096, torch.bfloat16)
     results = call(op, inputs)
     x = inputs[op.entry.inputs[-2].name].double()
     weight = inputs["weight"].double().requires_grad_()
     if name == "LayerNormBwdOp":
-        y = F.layer_norm(x, (1024,), weight, None, 1e-3)
+        y = F.layer_norm(x, (4096,), weight, None, 1e-3)
     else:
-        y = F.rms_norm(x, (1024,), weight, 1e-3)
+        y = F.rms_norm(x, (4096,), weight, 1e-3)
     (wanted,) = torch.autograd.grad(y, weight, inputs["grad_output"].double())
     at = [output.name for output in op.entry.outputs].index("grad_weight")
-    found = compare(results[at], wanted.cpu(), "reduction")
+    found = compare(results[at], wanted, "reduction")
     assert found.ok, found.text
 
 
@@ -179,7 +192,7 @@ def test_more_than_2_to_the_31_elements(name, length):
         slice(2**31 // length - 2, 2**31 // length + 2),
         slice(count - 3, count),
     ):
-        part = {n: t[rows].cpu() if t.ndim > 1 else t.cpu() for n, t in inputs.items()}
+        part = {n: t[rows] if t.ndim > 1 else t for n, t in inputs.items()}
         wanted, _ = exact(op, part)
         found = compare(first[rows], wanted[0], "reduction")
         assert found.ok, found.text
@@ -187,13 +200,12 @@ def test_more_than_2_to_the_31_elements(name, length):
 
 # --- channels -----------------------------------------------------------------------------------
 
-CHANNELS = [(32, 64), (3, 5), (5000, 40), (2, 3, 4), (32, 64, 56, 56), (8, 256, 14, 14), (4, 7, 9001),
-            (64, 4096)]  # fmt: skip
+CHANNELS = [(32, 64), (3, 5), (5000, 40), (2, 3, 4), (32, 64, 56, 56), (4, 7, 9001)]
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", CHANNELS)
-def test_batch_norm(shape, dtype):
+def test_batch_norm(shape):
+    dtype = FLOATS[CHANNELS.index(shape) % 3]
     channels = shape[1]
     x = draw(*shape, dtype=dtype)
     running = lambda: {"running_mean": draw(channels), "running_var": draw(channels).abs() + 0.1}  # noqa: E731
@@ -208,10 +220,15 @@ def test_batch_norm(shape, dtype):
     check(tileops.norm.BatchNormBwdOp(), {**inputs, "weight": affine["weight"]})
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(
-    ("shape", "groups"),
-    [((8, 128, 32, 32), 32), ((2, 6, 5), 3), ((2, 320, 64, 64), 32), ((3, 64, 3), 8)],
+    ("shape", "groups", "dtype"),
+    [
+        ((8, 128, 32, 32), 32, torch.bfloat16),
+        ((2, 6, 5), 3, torch.float32),
+        ((2, 320, 64, 64), 32, torch.float16),
+        ((3, 64, 28, 28), 8, torch.bfloat16),
+        ((3, 64, 3), 8, torch.float16),
+    ],
 )
 def test_groups(shape, groups, dtype):
     x, weight, bias = draw(*shape, dtype=dtype), *draw(2, shape[1], dtype=dtype)
@@ -225,7 +242,7 @@ def test_channels_of_more_than_2_to_the_31_elements():
     y, mean, invstd = tileops.norm.BatchNormFwdOp(training=True)(x)
     for rows in (slice(0, 2), slice(-2, None)):
         wanted = (x[rows].double() - mean.double()) * invstd.double()
-        assert compare(y[rows], wanted.cpu(), "reduction").ok
+        assert compare(y[rows], wanted, "reduction").ok
     assert mean.abs().max() < 0.02
     assert (invstd - 1).abs().max() < 0.02
 
@@ -233,12 +250,12 @@ def test_channels_of_more_than_2_to_the_31_elements():
 # --- queries and keys ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("layout", ["neox", "interleaved"])
 @pytest.mark.parametrize(
     ("size", "turned"), [(128, 128), (128, 64), (96, 96), (80, 32), (256, 256)]
 )
-def test_qk_norm_rope(size, turned, layout, dtype):
+def test_qk_norm_rope(size, turned, layout):
+    dtype = FLOATS[(size + turned) // 16 % 3]
     for tokens in (1, 7):
         inputs = {
             "qkv": draw(tokens, 9 * size, dtype=dtype),
@@ -255,7 +272,7 @@ def test_qk_norm_rope(size, turned, layout, dtype):
 
 def test_graph_capture():
     for name in (*ROWS, *BACKWARD):
-        op, inputs = row_inputs(name, 20, 512, torch.float16)
+        op, inputs = row_inputs(name, 20, 96, torch.bfloat16)
         call(op, inputs)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

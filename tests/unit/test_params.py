@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from tests.manifests import entry_of
 from tileops.engine.errors import CheckError
-from tileops.engine.manifest.entry import Param, _param_type
+from tileops.engine.manifest.entry import Param
+from tileops.engine.manifest.read import _param_type
 from tileops.engine.signature import literal
 from tileops.engine.signature.params import bind_params, key_of, normalise
 

@@ -18,7 +18,7 @@ from tileops.attention import GQADenseFwdOp, PagedKVCacheWriteFwdOp
 from tileops.elementwise import AddFwdOp, MulFwdOp, SiLUAndMulFwdOp, SiLUFwdOp
 from tileops.gemm import GEMMFwdOp
 from tileops.norm import BatchNormFwdOp, FusedAddRMSNormFwdOp, LayerNormFwdOp, RMSNormFwdOp
-from tileops.reduction import SoftmaxFwdOp
+from tileops.reduction import CumprodFwdOp, CumsumFwdOp, LogSoftmaxFwdOp, SoftmaxFwdOp
 from tileops.rope import RoPENeoxPositionIdsFwdOp
 
 R, S0, S1, S2, P = Replicate(), Shard(0), Shard(1), Shard(2), Partial()
@@ -65,6 +65,9 @@ CASES: list[tuple[str, Any, list[tuple[tuple[int, ...], Any]], list[Any]]] = [
     ("add_rms_norm", FusedAddRMSNormFwdOp(), [(ROWS, S0), (ROWS, S0), ((8,), R)], [S0, S0]),
     ("softmax rows", SoftmaxFwdOp(-1), [(ROWS, S0)], [S0]),
     ("softmax columns", SoftmaxFwdOp(0), [((8, 12), S1)], [S1]),
+    ("log softmax columns", LogSoftmaxFwdOp(0), [((8, 12), S1)], [S1]),
+    ("cumsum columns", CumsumFwdOp(0), [((8, 12), S1)], [S1]),
+    ("cumprod columns", CumprodFwdOp(0), [((8, 12), S1)], [S1]),
     ("add", AddFwdOp(), [(ROWS, S0), (ROWS, S0)], [S0]),
     ("add bias", AddFwdOp(), [((8, 12), S1), ((12,), S0)], [S1]),
     ("add column", AddFwdOp(), [((12, 8), S0), ((12, 1), S0)], [S0]),

@@ -102,22 +102,22 @@ class Comparison:
 
 
 def compare(actual: torch.Tensor, exact: torch.Tensor, kind: str) -> Comparison:
-    """Compare a result with the exact one (on the CPU, in float64, of the same shape)."""
+    """Compare a result with the exact one, in float64 and of the same shape, where that one lies."""
     if actual.shape != exact.shape:
         return Comparison(float("inf"), f"shape {list(actual.shape)}, not {list(exact.shape)}")
     if not actual.numel():
         return Comparison(0.0, "no elements")
     if not actual.dtype.is_floating_point:
-        given, wanted = actual.cpu(), exact.cpu().to(actual.dtype)
+        given, wanted = actual.to(exact.device), exact.to(actual.dtype)
         return _worst(_infinite(given != wanted), given, wanted)
     bound = tolerance(actual.dtype, kind)
-    given, wanted = actual.cpu().double(), exact.cpu().double()
+    given, wanted = actual.to(exact.device).double(), exact.double()
     if actual.dtype is torch.float8_e4m3fn:  # it has no infinity: kernels saturate
         wanted = wanted.clamp(-448.0, 448.0)
     # Where the dtype has no finite number for the exact result, the rounded one is the right one.
     rounded = wanted.to(actual.dtype).double()
     finite = wanted.isfinite() & rounded.isfinite()
-    rms = wanted[finite].square().mean().sqrt() if finite.any() else torch.zeros(())
+    rms = wanted[finite].square().mean().sqrt() if finite.any() else wanted.new_zeros(())
     limit = bound.relative * wanted.abs() + bound.of_rms * rms + bound.absolute
     same = (given == rounded) | (given.isnan() & rounded.isnan())
     error = torch.where(finite, (given - wanted).abs() / limit, _infinite(~same))
@@ -126,7 +126,7 @@ def compare(actual: torch.Tensor, exact: torch.Tensor, kind: str) -> Comparison:
 
 def _infinite(where: torch.Tensor) -> torch.Tensor:
     """Infinity there, 0 elsewhere."""
-    return torch.zeros(where.shape, dtype=torch.float64).masked_fill(where, float("inf"))
+    return torch.zeros_like(where, dtype=torch.float64).masked_fill(where, float("inf"))
 
 
 def _worst(error: torch.Tensor, given: torch.Tensor, wanted: torch.Tensor) -> Comparison:

@@ -89,6 +89,15 @@ class HardtanhFwdOp(Op):
         return F.hardtanh(input, min_val=min_val, max_val=max_val)
 
 
+def _coarse(input: torch.Tensor) -> bool:
+    """Whether torch would multiply by the float32 nearest to 1/6, as it does off the CPU."""
+    return input.dtype is torch.float64 and input.device.type != "cpu"
+
+
+def _sixths_of_relu6(input: torch.Tensor) -> torch.Tensor:
+    return F.relu6(input + 3) / 6
+
+
 class HardsigmoidFwdOp(Op):
     """``input + 3`` held between 0 and 6, divided by 6; ``input``: ``[*S]``.
 
@@ -99,7 +108,13 @@ class HardsigmoidFwdOp(Op):
 
     @staticmethod
     def decomposition(input: torch.Tensor, *, inplace: bool) -> torch.Tensor:
-        return F.hardsigmoid(input)
+        if _coarse(input):
+            return _sixths_of_relu6(input)
+        if not (input.requires_grad and torch.is_grad_enabled()):
+            return F.hardsigmoid(input)
+        # ATen's own has no second derivative.
+        wide = input.to(torch.promote_types(input.dtype, torch.float32))
+        return _sixths_of_relu6(wide).to(input.dtype)
 
 
 class HardswishFwdOp(Op):
@@ -112,7 +127,7 @@ class HardswishFwdOp(Op):
 
     @staticmethod
     def decomposition(input: torch.Tensor, *, inplace: bool) -> torch.Tensor:
-        return F.hardswish(input)
+        return input * _sixths_of_relu6(input) if _coarse(input) else F.hardswish(input)
 
 
 class SiLUFwdOp(Op):

@@ -106,7 +106,7 @@ class PowFwdOp(Op):
 
     @staticmethod
     def decomposition(input: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-        return torch.pow(input, exponent)
+        return _in_float32(torch.pow, input, exponent)
 
 
 class LerpScalarFwdOp(Op):

@@ -33,6 +33,13 @@ class SiLUAndMulFwdOp(Op):
         return (F.silu(gate) * up).to(input.dtype)
 
 
+def _silu_backward(grad: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    if not (torch.is_grad_enabled() and (grad.requires_grad or gate.requires_grad)):
+        return torch.ops.aten.silu_backward(grad, gate)  # in one pass, and without a derivative
+    sigmoid = torch.sigmoid(gate)
+    return grad * sigmoid * (1 + gate * (1 - sigmoid))
+
+
 class SiLUAndMulBwdOp(Op):
     """The gradient of ``SiLUAndMulFwdOp``: ``[g * up * silu'(gate), g * silu(gate)]``.
 
@@ -48,7 +55,7 @@ class SiLUAndMulBwdOp(Op):
     ) -> torch.Tensor:
         gate, up = _halves(input)
         grad = grad_output.to(gate.dtype)
-        left = torch.ops.aten.silu_backward(grad * up, gate)
+        left = _silu_backward(grad * up, gate)
         return torch.cat((left, grad * F.silu(gate)), -1).to(input.dtype)
 
 

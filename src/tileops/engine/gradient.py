@@ -9,12 +9,12 @@ import threading
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from tileops.engine import targets
+from tileops.engine.boundary.gate import as_at_the_top, within_a_level
 from tileops.engine.boundary.instances import OpState
 from tileops.engine.errors import ManifestError
 from tileops.engine.kernel import KernelInterface
@@ -39,27 +39,26 @@ class Gradient:
 
     context_target = staticmethod(targets.context_target)
 
+    def op(self, state: OpState, wants: tuple[bool, ...]) -> Any:
+        """The backward op of an op for the gradients that are wanted."""
+        found = state.gradients.get(wants)
+        if found is None:
+            found = state.gradients[wants] = self._make(state.op, wants)
+        return found
+
     def call(
-        self,
-        state: OpState,
-        wants: tuple[bool, ...],
-        target: str | None,
-        args: list[Any],
-        named: dict[str, Any],
+        self, op: Any, key: str, target: str | None, args: list[Any], named: dict[str, Any]
     ) -> tuple[Any, ...]:
-        """The gradients that are wanted, None for the others. ``target``: that of the forward's
-        ``use_target``, which autograd's own threads do not see."""
-        op = state.gradients.get(wants)
-        if op is None:
-            op = state.gradients[wants] = self._make(state.op, wants)
+        """The gradients, None for those that ``op`` does not make. ``key``: the forward's; ``target``:
+        that of its ``use_target``, which autograd's own threads do not see."""
         alone = target is None or targets.context_target() is not None
         try:
             with _NOTHING if alone else targets.use_target(str(target)):
                 results = op(*args, **named)
         except Exception as error:
-            error.add_note(f"raised by {op!r}, the gradient of {state.key}")
+            error.add_note(f"raised by {op!r}, the gradient of {key}")
             raise
-        return results if len(wants) > 1 else (results,)
+        return results if isinstance(results, tuple) else (results,)
 
     def _make(self, op: Any, wants: tuple[bool, ...]) -> Any:
         target = op.target
@@ -126,22 +125,6 @@ def _derived(cls: Any) -> Gradient | None:
     return Gradient(cls, derived, wiring)
 
 
-@lru_cache(maxsize=1)
-def _autocast_keys() -> Any:
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-    for name in vars(torch._C.DispatchKey):
-        if name.startswith("Autocast"):
-            keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
-    return keys
-
-
-def _as_at_the_top() -> Any:
-    """Inside an operator the dispatcher has been passed, and a transform that began there would be
-    passed by too: forget how far the dispatcher has come, but for autocast, which stays off."""
-    excluded = torch._C._dispatch_tls_local_exclude_set() & _autocast_keys()
-    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
-
-
 def _vjp(decomposition: Callable[..., Any], entry: Entry, wiring: Wiring) -> Callable[..., Any]:
     """The decomposition of the derived backward op."""
     count = len(wiring.outputs)
@@ -176,21 +159,12 @@ def _vjp(decomposition: Callable[..., Any], entry: Entry, wiring: Wiring) -> Cal
     return vjp
 
 
-def _within_a_level() -> bool:
-    """Whether a kernel of ours runs within a level of functorch, which lets no other be opened."""
-    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
-    key = torch._C.DispatchKey
-    return excluded(key.FuncTorchDynamicLayerFrontMode) and not excluded(
-        key.FuncTorchDynamicLayerBackMode
-    )
-
-
 def _pull(
     forward: Callable[..., Any], primals: tuple[Any, ...], grads: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """The gradients of ``primals``, wherever the dispatcher is."""
-    if torch.compiler.is_dynamo_compiling() or not _within_a_level():
-        with _NOTHING if torch.compiler.is_compiling() else _as_at_the_top():
+    if torch.compiler.is_dynamo_compiling() or not within_a_level():
+        with _NOTHING if torch.compiler.is_compiling() else as_at_the_top():
             found: tuple[Any, ...] = torch.func.vjp(forward, *primals)[1](grads)
             return found
     # Forward over reverse. Leaves of their own are made without grad, which tangents pass.

@@ -15,11 +15,11 @@ from tileops.engine import targets
 from tileops.engine.boundary.autocast import cast_inputs
 from tileops.engine.boundary.batching import takes_a_batch
 from tileops.engine.boundary.gate import direct
-from tileops.engine.boundary.generate import MISSING_ARGUMENT, Boundary, _superfluous, make_calls
+from tileops.engine.boundary.generate import MISSING_ARGUMENT, Boundary, make_calls
 from tileops.engine.boundary.growth import Growth, growth_of
 from tileops.engine.boundary.instances import OpState, state_of
 from tileops.engine.boundary.owners import claim
-from tileops.engine.boundary.refusals import refuse_without_storage
+from tileops.engine.boundary.refusals import refuse_superfluous, refuse_without_storage
 from tileops.engine.boundary.stamp import operator_key
 from tileops.engine.content import check_content
 from tileops.engine.errors import CheckError, ImmutableOpError, ManifestError
@@ -238,7 +238,7 @@ class Op:
         """The careful path: faults are named; modes, transforms, gradients and subclasses go
         through the operator; ops without a boundary run here."""
         if extra or unknown:
-            _superfluous(self, extra, unknown)
+            refuse_superfluous(self, extra, unknown)
         entry = self.entry
         arguments = tuple(None if a is MISSING_ARGUMENT else a for a in arguments)
         count = len(entry.inputs)

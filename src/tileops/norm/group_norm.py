@@ -57,13 +57,17 @@ class InstanceNormFwdOp(Op):
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         channels = input.shape[1]
         if use_input_stats:
-            output = torch.group_norm(input, max(channels, 1), weight, bias, eps)
             if running_mean is None or running_var is None:
-                return output
-            places = list(range(2, input.ndim))
-            var, mean = torch.var_mean(input.float(), places, correction=1)
+                return torch.group_norm(input, max(channels, 1), weight, bias, eps)
+            # In float32, as the statistics: of halves ATen keeps them as halves on CUDA, which is
+            # beyond a result's own rounding wherever that is close to 0.
+            values = input.to(torch.promote_types(input.dtype, torch.float32))
+            factors = None if weight is None else weight.to(values.dtype)
+            terms = None if bias is None else bias.to(values.dtype)
+            output = torch.group_norm(values, max(channels, 1), factors, terms, eps)
+            var, mean = torch.var_mean(values.float(), list(range(2, input.ndim)), correction=1)
             return (
-                output,
+                output.to(input.dtype),
                 running_mean * (1 - momentum) + mean.mean(0) * momentum,
                 running_var * (1 - momentum) + var.mean(0) * momentum,
             )

@@ -35,6 +35,29 @@ class CumprodFwdOp(Op):
         return torch.cumprod(input, dim, dtype=dtype)
 
 
+def _gradient_of_products(grad: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
+    """``aten::cumprod_backward``, which off the CPU would wait for the device to look for zeros.
+
+    The product of what lies before a place, times ``s[i] = grad[i] + x[i + 1] * s[i + 1]``: no division.
+    """
+    if not x.ndim or x.shape[dim] < 2:
+        return grad
+    n, step = x.shape[dim], 1
+    before = torch.cumprod(x, dim).narrow(dim, 0, n - 1)
+    before = torch.cat((torch.ones_like(x.narrow(dim, 0, 1)), before), dim)
+    # After each round `total` is s as if it ended `step` places on, and `factor` the product of the
+    # `step` places after a place, where there are so many.
+    total, factor = grad, x.narrow(dim, 1, n - 1)
+    while step < n:
+        rest = n - step
+        near = total.narrow(dim, 0, rest) + factor * total.narrow(dim, step, rest)
+        total = torch.cat((near, total.narrow(dim, rest, step)), dim)
+        if rest > step:
+            factor = factor.narrow(dim, 0, rest - step) * factor.narrow(dim, step, rest - step)
+        step *= 2
+    return before * total
+
+
 class CumprodBwdOp(Op):
     """``sum over j >= i of grad[j] * d output[j] / d input[i]`` along ``dim``, zeros included.
 
@@ -55,6 +78,8 @@ class CumprodBwdOp(Op):
         values = input if dtype is None else input.to(dtype)
         doubles = torch.float64 in (values.dtype, input.dtype)
         wide = values.double() if doubles else values.float()
-        products = torch.cumprod(wide, dim)
         grad = grad_output.to(wide.dtype)
+        if wide.device.type != "cpu":
+            return _gradient_of_products(grad, wide, dim).to(input.dtype)
+        products = torch.cumprod(wide, dim)
         return torch.ops.aten.cumprod_backward(grad, wide, dim, products).to(input.dtype)

@@ -10,23 +10,29 @@ torch's kernels give for NaN, infinities and zeros of both signs holds here too.
 import triton
 import triton.language as tl
 
+from tileops.elementwise.kernels import narrow_triton as narrow
 from tileops.elementwise.kernels.functions_triton import (
+    cos,
+    erf,
     exp,
     expm1,
     floordivide,
     log,
     log1p,
+    logistic,
     negated,
+    normal_cdf,
     number,
     pow,
     quotient,
     remainder,
     round_even,
+    sin,
     tanh,
     truncated,
 )
 
-__all__ = ["floordivide", "log", "pow", "remainder", "tanh"]
+__all__ = ["cos", "erf", "floordivide", "log", "pow", "remainder", "sin", "tanh"]
 
 NANS: tl.constexpr = tl.constexpr(tl.PropagateNan.ALL)
 
@@ -67,8 +73,8 @@ def div_trunc(x, y):
 
 
 @triton.jit
-def div_floor(x, y):
-    return floordivide(x, y)
+def div_floor(x, y, NARROW: tl.constexpr):
+    return floordivide(x, y, NARROW)
 
 
 @triton.jit
@@ -263,21 +269,6 @@ def rsqrt(x):
 
 
 @triton.jit
-def sin(x):
-    return tl.sin(x)
-
-
-@triton.jit
-def cos(x):
-    return tl.cos(x)
-
-
-@triton.jit
-def erf(x):
-    return tl.erf(x)
-
-
-@triton.jit
 def floor(x):
     return tl.floor(x) if x.dtype.is_floating() else x
 
@@ -353,13 +344,13 @@ def hardswish(x):
 
 @triton.jit
 def sigmoid(x, NARROW: tl.constexpr):
-    return quotient(1.0, 1.0 + exp(-x, NARROW), NARROW)
+    return logistic(x, NARROW)
 
 
 @triton.jit
 def softplus(x, beta, threshold, NARROW: tl.constexpr):
     scaled = x * beta
-    return tl.where(scaled > threshold, x, log1p(exp(scaled, NARROW), NARROW) / beta)
+    return tl.where(scaled > threshold, x, log1p(exp(scaled, NARROW), NARROW) * (1.0 / beta))
 
 
 @triton.jit
@@ -367,7 +358,7 @@ def mish(x, NARROW: tl.constexpr):
     # tanh(log(1 + e**x)) is n / (n + 2) for n = e**x * (e**x + 2), which is 1 where e**x is large.
     power_of_e = exp(tl.minimum(x, 20.0, propagate_nan=NANS), NARROW)
     n = power_of_e * (power_of_e + 2.0)
-    return x * quotient(n, n + 2.0, NARROW)
+    return x * (n * narrow.inverse(n + 2.0) if NARROW else tl.div_rn(n, n + 2.0))
 
 
 @triton.jit
@@ -394,18 +385,18 @@ def gelu_tanh(x, NARROW: tl.constexpr):
 @triton.jit
 def silu_and_slope(x, NARROW: tl.constexpr):
     """Minus infinity gives NaN as torch does."""
-    s = 1.0 / (1.0 + exp(-x, NARROW))
+    s = logistic(x, NARROW)
     return x * s, s * (1.0 + x * (1.0 - s))
 
 
 @triton.jit
 def gelu_none_and_slope(x, NARROW: tl.constexpr):
-    cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+    cdf = normal_cdf(x, NARROW)
     return x * cdf, cdf + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
 
 
 @triton.jit
 def gelu_tanh_and_slope(x, NARROW: tl.constexpr):
     # (1 + tanh(u)) / 2 is sigmoid(2u), which loses nothing where tanh is near -1.
-    s = 1.0 / (1.0 + exp(-1.5957691216057308 * (x + 0.044715 * x * x * x), NARROW))
+    s = logistic(x * tl.fma(x * x, 0.07135481282553481, 1.5957691216057308), NARROW)
     return x * s, s + x * s * (1.0 - s) * (1.5957691216057308 * (1.0 + 0.134145 * x * x))

@@ -1,12 +1,14 @@
 """Functions of float32 that Triton lacks or has less exactly, for ``expressions_triton.py``.
 
-Each is written in operations that Triton's interpreter has too.
+``NARROW`` asks for what is exact enough for a result of at most 11 bits, in fewer instructions.
 """
 
 # ruff: noqa: A001  (pow is also the expression of an op)
 
 import triton
 import triton.language as tl
+
+from tileops.elementwise.kernels import narrow_triton as narrow
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LOG2_E_REST: tl.constexpr = tl.constexpr(1.925963033500712e-08)
@@ -15,6 +17,7 @@ LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LN_2_HIGH: tl.constexpr = tl.constexpr(0.693145751953125)
 """ln(2) in 13 bits: its product with an exponent is exact."""
 LN_2_REST: tl.constexpr = tl.constexpr(1.4286068203094173e-06)
+TWO_TO_64: tl.constexpr = tl.constexpr(18446744073709551616.0)
 
 
 @triton.jit
@@ -31,21 +34,21 @@ def negated(x):
 
 @triton.jit
 def truncated(x):
-    return tl.where(x < 0.0, tl.ceil(x), tl.floor(x))
+    return tl.inline_asm_elementwise(
+        "cvt.rzi.f32.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
 def round_even(x):
     """To the nearest integer, ties to even."""
-    # Beside 2**23 float32 has no fractions: adding it rounds.
-    size = tl.abs(x)
-    whole = tl.where(size < 8388608.0, (size + 8388608.0) - 8388608.0, size)
-    return tl.where((x < 0.0) | (1.0 / x < 0.0), negated(whole), whole)
+    return tl.inline_asm_elementwise(
+        "cvt.rni.f32.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
 def quotient(x, y, NARROW: tl.constexpr):
-    """``x / y``; ``NARROW`` here and below: exact enough for a result of at most 11 bits."""
     return x / y if NARROW else tl.div_rn(x, y)
 
 
@@ -80,9 +83,7 @@ def log(x, NARROW: tl.constexpr):
 @triton.jit
 def expm1(x, NARROW: tl.constexpr):
     if NARROW:
-        near = tl.fma(x, 1.0 / 120.0, 1.0 / 24.0)
-        near = x * tl.fma(tl.fma(tl.fma(near, x, 1.0 / 6.0), x, 0.5), x, 1.0)
-        return tl.where(tl.abs(x) < 0.25, near, tl.exp(x) - 1.0)
+        return narrow.expm1(x)
     else:
         bounded = tl.where(x < -100.0, -100.0, x)
         n = tl.minimum(tl.floor(bounded * LOG2_E + 0.5), 128.0)
@@ -105,8 +106,7 @@ def log1p(x, NARROW: tl.constexpr):
     """``log(1 + x)``; exactly, since what the sum's rounding does to its logarithm it does to
     ``sum - 1`` as well."""
     if NARROW:
-        near = x * tl.fma(tl.fma(tl.fma(x, -0.25, 1.0 / 3.0), x, -0.5), x, 1.0)
-        return tl.where(tl.abs(x) < 0.05, near, log(1.0 + x, True))
+        return narrow.log1p(x)
     else:
         total = 1.0 + x
         corrected = tl.log(total) * tl.div_rn(x, total - 1.0)
@@ -116,10 +116,7 @@ def log1p(x, NARROW: tl.constexpr):
 @triton.jit
 def tanh(x, NARROW: tl.constexpr):
     if NARROW:
-        square = x * x
-        near = tl.fma(tl.fma(square, -17.0 / 315.0, 2.0 / 15.0), square, -1.0 / 3.0)
-        far = 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
-        return tl.where(square < 0.0625, x * tl.fma(near, square, 1.0), far)
+        return narrow.tanh(x)
     else:
         grown = expm1(tl.minimum(2.0 * tl.abs(x), 40.0), False)
         size = tl.div_rn(grown, grown + 2.0)
@@ -132,7 +129,7 @@ def _sign_differs(x, y):
 
 
 @triton.jit
-def floordivide(x, y):
+def _exact_floordivide(x, y):
     """``floor(x / y)`` of the exact quotient, as far as float32 has integers of its size."""
     approximate = x / y
     nearest = tl.floor(approximate + 0.5)
@@ -156,7 +153,7 @@ def _reduced(left, divisor):
 
 
 @triton.jit
-def remainder(x, y):
+def _exact_remainder(x, y):
     """``x - floor(x / y) * y``, exactly, with the sign of ``y``."""
     plain = (tl.abs(x) < float("inf")) & (tl.abs(y) < float("inf")) & (tl.abs(y) > 1.2e-38)
     left, divisor = tl.where(plain, tl.abs(x), 0.0), tl.where(plain, tl.abs(y), 1.0)
@@ -174,6 +171,67 @@ def remainder(x, y):
     none = (tl.abs(x) == float("inf")) | (x != x) | (y != y) | (y == 0.0)
     rest = tl.where(none, float("nan"), tl.where(own, x, rest))
     return tl.where((rest != 0.0) & _sign_differs(rest, y), rest + y, rest)
+
+
+@triton.jit
+def floordivide(x, y, NARROW: tl.constexpr):
+    if NARROW:
+        result, known = narrow.floordivide(x, y)
+        if tl.min(known.to(tl.int32)) == 0:
+            result = _exact_floordivide(x, y)
+        return result
+    else:
+        return _exact_floordivide(x, y)
+
+
+@triton.jit
+def remainder(x, y, NARROW: tl.constexpr):
+    if NARROW:
+        result, known = narrow.remainder(x, y)
+        if tl.min(known.to(tl.int32)) == 0:
+            result = _exact_remainder(x, y)
+        return result
+    else:
+        return _exact_remainder(x, y)
+
+
+@triton.jit
+def sin(x, NARROW: tl.constexpr):
+    if NARROW:
+        result = narrow.sin(x)
+        known = tl.abs(x) < 131072.0
+        if tl.min(known.to(tl.int32)) == 0:
+            result = tl.where(known, result, tl.sin(x))
+        return result
+    else:
+        return tl.sin(x)
+
+
+@triton.jit
+def cos(x, NARROW: tl.constexpr):
+    if NARROW:
+        result = narrow.cos(x)
+        known = tl.abs(x) < 131072.0
+        if tl.min(known.to(tl.int32)) == 0:
+            result = tl.where(known, result, tl.cos(x))
+        return result
+    else:
+        return tl.cos(x)
+
+
+@triton.jit
+def erf(x, NARROW: tl.constexpr):
+    return narrow.erf(x) if NARROW else tl.erf(x)
+
+
+@triton.jit
+def logistic(x, NARROW: tl.constexpr):
+    return narrow.logistic(x) if NARROW else 1.0 / (1.0 + exp(-x, False))
+
+
+@triton.jit
+def normal_cdf(x, NARROW: tl.constexpr):
+    return narrow.normal_cdf(x) if NARROW else 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
 
 
 @triton.jit
@@ -230,7 +288,10 @@ def _exact_power(x, y):
     total = tl.where(size == 0.0, float("-inf"), tl.where(size < float("inf"), total, size))
     exponent = y * total
     more = tl.fma(y, total, -exponent) + y * low
-    result = tl.exp2(exponent)
+    # Infinity cannot be corrected, nor a subnormal that is flushed: less or more by 2**64 until it is.
+    large, small = exponent > 64.0, exponent < -64.0
+    result = tl.exp2(exponent - tl.where(large, 64.0, tl.where(small, -64.0, 0.0)))
     corrected = tl.fma(result, more * LN_2, result)
-    result = tl.where(tl.abs(exponent) < 150.0, corrected, result)
+    result = tl.where(tl.abs(exponent) < 160.0, corrected, result)
+    result *= tl.where(large, TWO_TO_64, tl.where(small, 1.0 / TWO_TO_64, 1.0))
     return _signed_power(x, y, tl.where(_is_one(x, y), 1.0, result))

@@ -32,6 +32,8 @@ TILE_BYTES = 2048
 """Of the widest tensor in one program of 4 warps, a 16-byte vector for each thread: the fastest of 2 to
 16 KiB for SiLU on an H200."""
 WARPS = 4
+NARROWEST = 128
+"""Columns to which a tile of rows narrows where an eighth of its places would lie behind their ends."""
 OUTER = 3
 """Most axes outside the innermost that the broadcasting kernel walks."""
 
@@ -200,6 +202,8 @@ def _broadcasting(
     columns, outer = sizes[-1], sizes[-2::-1]
     grain = math.gcd(columns, 16)
     width = min(next_power_of_2(columns), block)
+    while width > NARROWEST and 8 * (cdiv(columns, width) * width - columns) > columns:
+        width //= 2
     height, column_tiles, rows = block // width, cdiv(columns, width), math.prod(outer)
     kind = "i32" if _output(call).numel < 1 << 31 else "i64"
     # A stride that the kernel walks is a number of grains; one of 0 is compiled in.

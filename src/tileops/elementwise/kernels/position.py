@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from tileops.authoring import CallSpec, Entry, Kernel, Run
@@ -79,7 +81,7 @@ class Alibi(_Rows):
 
 
 class Sinusoidal(_Rows):
-    """The table holds the turn of each pair of columns in float64, as angles need it."""
+    """The table holds the turn of each pair of columns, in quarters and float64, as angles need it."""
 
     name = "triton_sinusoidal"
     device_function = "sinusoidal"
@@ -87,4 +89,5 @@ class Sinusoidal(_Rows):
 
     @classmethod
     def table(cls, call: CallSpec) -> torch.Tensor:
-        return sinusoidal_turns(call.params.d_model, call.spec("output").device)
+        turns = sinusoidal_turns(call.params.d_model, call.spec("output").device)
+        return turns * (2 / math.pi)

@@ -18,16 +18,17 @@ def alibi(table, y, per_entry, columns, tiles, BLOCK: tl.constexpr):
 
 @triton.jit
 def sinusoidal(table, y, per_entry, columns, tiles, BLOCK: tl.constexpr):
-    """Columns ``2 * i`` and ``2 * i + 1`` of row ``p`` are sine and cosine of ``p * table[i]``."""
+    """Columns ``2 * i`` and ``2 * i + 1`` of row ``p`` are sine and cosine of ``p * table[i]`` quarter
+    turns."""
     row = tl.program_id(0) // tiles
     first = (tl.program_id(0) % tiles) * BLOCK
     pair = first // 2 + tl.arange(0, BLOCK // 2)
     turn = tl.load(table + pair, mask=pair < columns // 2, other=0.0)
+    # In float64, and whole quarters go without rounding. No constant but powers of 2 beside float64:
+    # Triton rounds the arguments of its functions to float32.
     angle = row.to(tl.float64) * turn
-    quarters = tl.floor(angle * 0.6366197723675814 + 0.5)
-    # pi / 2 in two parts, the first of 53 bits: what is left is exact to float32's last bit.
-    rest = tl.fma(quarters, -1.5707963267948966, angle)
-    rest = tl.fma(quarters, -6.123233995736766e-17, rest).to(tl.float32)
+    quarters = tl.floor(angle + 0.5)
+    rest = (angle - quarters).to(tl.float32) * 1.5707963267948966  # radians
     square = rest * rest
     # The series of sine and cosine for |rest| <= pi / 4; the next terms are below 2**-26.
     sine = tl.fma(square, 2.7557319223985893e-06, -1.984126984126984e-04)

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.fx import traceback as fx_traceback
 from torch.utils.checkpoint import CheckpointPolicy
 
-from tileops.engine.boundary.gate import direct, keys_below_autograd
+from tileops.engine.boundary.gate import direct, keys_below_autograd, living, node_meta
 from tileops.engine.boundary.instances import resolve
 from tileops.engine.boundary.refusals import refusing_rules
 from tileops.engine.boundary.schema import returned_of
@@ -67,7 +66,15 @@ def _make(
         name += "_declares_no_backward"  # the name is what users see as grad_fn
     else:
         found = _Rules(entry, branch, gradient, count)
-        setup_context, backward, copied = found.setup_context, found.backward, found.copied
+        copied = found.copied
+
+        # Dynamo, which traces the backward under compiled autograd, takes no bound method here.
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            found.setup_context(ctx, inputs, output)
+
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return found.backward(ctx, *grads)
+
     forward = _forward(overload, body, count, _policy(entry, overload, branch, gradient))
 
     rules = {"forward": forward, "setup_context": setup_context, "backward": backward}
@@ -140,8 +147,7 @@ def _levels_below() -> Iterator[None]:
 def _tagged(policy: CheckpointPolicy | None) -> Iterator[None]:
     """Mark the nodes that a tracer makes meanwhile for the partitioner of forward and backward. A
     checkpoint policy of the caller has spoken before, or speaks after, and wins."""
-    traced = policy is not None and fx_traceback.has_preserved_node_meta()
-    meta = fx_traceback.get_current_meta() if traced else None
+    meta = None if policy is None else node_meta()
     if meta is None or "recompute" in meta:
         yield
         return
@@ -153,12 +159,6 @@ def _tagged(policy: CheckpointPolicy | None) -> Iterator[None]:
 
 
 # ---- backward ------------------------------------------------------------------------------------
-
-
-def _living(tensor: torch.Tensor) -> torch.Tensor:
-    """What ``vjp`` saved outlives its level, as a wrapper that only the dispatcher sees through."""
-    found: torch.Tensor = torch._C._functorch.unwrap_if_dead(tensor)
-    return found
 
 
 class _Rules:
@@ -201,6 +201,9 @@ class _Rules:
         ctx.mark_non_differentiable(*(results[n] for n in self.without))
         # Held until the gradient is computed: a key may mean an op that lives only here.
         ctx.state = resolve(self.gradient.forward, inputs[self.count - 1])
+        # Here, because compiled autograd traces the backward, and could not make an op there.
+        wants = tuple(ctx.needs_input_grad[n] for n in self.wanted)
+        ctx.op = self.gradient.op(ctx.state, wants) if any(wants) else None
         ctx.target = self.gradient.context_target()
         ctx.refused = [
             (n, name, inputs[n].shape, inputs[n].dtype)
@@ -219,14 +222,13 @@ class _Rules:
             found[n] = torch.ops.tileops.refuse_backward(
                 arrived, shape, dtype, self.entry.name, name
             )
-        wants = tuple(ctx.needs_input_grad[n] for n in self.wanted)
-        if any(wants):
+        if ctx.op is not None:
             tensors = [*self._filled(ctx, given), *ctx.saved_tensors]
             if ctx.in_a_level:
-                tensors = [None if t is None else _living(t) for t in tensors]
+                tensors = [None if t is None else living(t) for t in tensors]
             args = [t for t, name in zip(tensors, self.names, strict=True) if not name]
             named = {name: t for t, name in zip(tensors, self.names, strict=True) if name}
-            results = self.gradient.call(ctx.state, wants, ctx.target, args, named)
+            results = self.gradient.call(ctx.op, ctx.state.key, ctx.target, args, named)
             for n, result in zip(self.wanted, results, strict=True):
                 found[n] = result
         return tuple(found)

@@ -6,13 +6,26 @@ answer is always no: the operator is right in any case, only slower.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as _forward_ad
+from torch.fx import traceback as _fx_traceback
 
-__all__ = ["NAMES", "QUIET", "QUIET_BELOW", "direct", "keys_below_autograd"]
+__all__ = [
+    "NAMES",
+    "QUIET",
+    "QUIET_BELOW",
+    "as_at_the_top",
+    "direct",
+    "keys_below_autograd",
+    "living",
+    "node_meta",
+    "within_a_level",
+]
 
 
 def _names() -> dict[str, Any]:
@@ -28,6 +41,8 @@ def _names() -> dict[str, Any]:
             "_tracing": torch._C._is_tracing,
             "_included": torch._C._dispatch_tls_is_dispatch_key_included,
             "_pre_dispatch": torch._C.DispatchKey.PreDispatch,
+            # The enumeration has no name for it in Python, but the parser gives it.
+            "_vmap": torch._C._parse_dispatch_key("VmapMode"),
             "_autocast": torch._C._is_any_autocast_enabled,
         }
     except AttributeError:
@@ -49,6 +64,7 @@ _IN_THREAD_STATE = (
     "_functorch()",  # grad, vmap, jvp, functionalize
     "_tracing()",  # torch.jit.trace
     "_included(_pre_dispatch)",  # pre-dispatch make_fx keeps its mode elsewhere
+    "_included(_vmap)",  # the older vmap, which autograd.grad(is_grads_batched=True) still uses
     "_autocast()",  # would cast what a body hands to torch
 )
 
@@ -85,3 +101,59 @@ def keys_below_autograd(arguments: tuple[Any, ...]) -> Any:
         if isinstance(argument, torch.Tensor):
             keys = keys | torch._C._dispatch_keys(argument)
     return (keys - torch._C._dispatch_tls_local_exclude_set()) & _BELOW_AUTOGRAD
+
+
+# ---- where the dispatcher is ---------------------------------------------------------------------
+# Where a torch release lacks what these ask, they change nothing: a transform of a gradient may then
+# raise, and training keep more than it must.
+
+
+@lru_cache(maxsize=1)
+def _autocast_keys() -> Any:
+    keys = torch._C.DispatchKeySet(_KEY.AutocastCPU)
+    for name in vars(_KEY):
+        if name.startswith("Autocast"):
+            keys = keys | torch._C.DispatchKeySet(getattr(_KEY, name))
+    return keys
+
+
+def as_at_the_top() -> contextlib.AbstractContextManager[Any]:
+    """Inside an operator the dispatcher has been passed, and a transform that began there would be
+    passed by too: forget how far the dispatcher has come, but for autocast, which stays off."""
+    try:
+        excluded = torch._C._dispatch_tls_local_exclude_set() & _autocast_keys()
+        guard: contextlib.AbstractContextManager[Any] = torch._C._ForceDispatchKeyGuard(
+            torch._C._dispatch_tls_local_include_set(), excluded
+        )
+    except AttributeError:
+        return contextlib.nullcontext()
+    return guard
+
+
+def within_a_level() -> bool:
+    """Whether a kernel of ours runs within a level of functorch, which lets no other be opened."""
+    try:
+        excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+        return excluded(_KEY.FuncTorchDynamicLayerFrontMode) and not excluded(
+            _KEY.FuncTorchDynamicLayerBackMode
+        )
+    except AttributeError:
+        return False
+
+
+_unwrapped: Callable[[torch.Tensor], torch.Tensor] | None = getattr(
+    getattr(torch._C, "_functorch", None), "unwrap_if_dead", None
+)
+
+
+def living(tensor: torch.Tensor) -> torch.Tensor:
+    """What ``vjp`` saved outlives its level, as a wrapper that only the dispatcher sees through."""
+    return tensor if _unwrapped is None else _unwrapped(tensor)
+
+
+def node_meta() -> dict[str, Any] | None:
+    """What a tracer of training gives the nodes that it makes; None where there is none."""
+    try:
+        return _fx_traceback.get_current_meta() if _fx_traceback.has_preserved_node_meta() else None
+    except AttributeError:
+        return None

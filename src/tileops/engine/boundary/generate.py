@@ -23,13 +23,18 @@ from tileops.engine.boundary.hot import ABSENT, keep_hot
 from tileops.engine.boundary.instances import live_states, resolve, resolve_fake
 from tileops.engine.boundary.naming import operator_base_name
 from tileops.engine.boundary.owners import Owner
-from tileops.engine.boundary.refusals import refuse_without_storage, refuse_written_grad
+from tileops.engine.boundary.refusals import (
+    refuse_superfluous,
+    refuse_without_storage,
+    refuse_written_grad,
+)
 from tileops.engine.boundary.schema import call_signature, returned_of, schema_of
 from tileops.engine.boundary.tangents import carrying
 from tileops.engine.manifest.entry import Branch, Entry
 from tileops.engine.manifest.expr import Expr
-from tileops.engine.signature.generate import compile_source, presence_lines
-from tileops.engine.signature.runtime import HELPERS, refuse
+from tileops.engine.signature.generate import presence_lines
+from tileops.engine.signature.runtime import HELPERS
+from tileops.engine.signature.source import compile_source
 
 __all__ = ["MISSING_ARGUMENT", "Boundary", "Operator", "make_calls"]
 
@@ -383,23 +388,7 @@ def _fake_result(returned: list[int]) -> str:
     return empties[0] if len(empties) == 1 else f"({', '.join(empties)})"
 
 
-# ---- what the generated code calls ---------------------------------------------------------------
-
-
-def _superfluous(self: Any, extra: tuple[Any, ...], unknown: dict[str, Any]) -> None:
-    entry: Entry = type(self).entry
-    accepted = ", ".join(i.name for i in entry.inputs) + (", out" if entry.has_out else "")
-    if extra:
-        count = len(entry.positional_inputs)
-        refuse(
-            entry.name,
-            f"positional {count + 1}",
-            type(extra[0]).__name__,
-            f"{count} positional arguments, of {accepted or 'none'}",
-        )
-    name = next(iter(unknown))
-    given = type(unknown[name]).__name__
-    refuse(entry.name, name, given, f"arguments {accepted}" if accepted else "no arguments")
+# ---- defining them -------------------------------------------------------------------------------
 
 
 def make_calls(
@@ -427,7 +416,7 @@ def make_calls(
         "_is_dynamo_compiling": torch.compiler.is_dynamo_compiling,
         "_direct": direct,
         "_grad_enabled": torch.is_grad_enabled,
-        "_superfluous": _superfluous,
+        "_superfluous": refuse_superfluous,
         **HELPERS,
         "_epoch": epoch,
         "_context": context_target,

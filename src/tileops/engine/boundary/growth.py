@@ -15,8 +15,8 @@ from typing import Any
 from tileops.engine.errors import ManifestError
 from tileops.engine.manifest.entry import Entry
 from tileops.engine.manifest.expr import DTYPES, Expr
-from tileops.engine.signature.generate import compile_source
 from tileops.engine.signature.runtime import HELPERS
+from tileops.engine.signature.source import compile_source
 
 __all__ = ["Growth", "growth_of"]
 

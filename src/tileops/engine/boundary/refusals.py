@@ -1,4 +1,5 @@
-"""What no operator lets pass: gradients, writes to what requires grad, odd layouts."""
+"""What no operator lets pass: superfluous arguments, gradients, writes to what
+requires grad, odd layouts."""
 
 from __future__ import annotations
 
@@ -8,8 +9,29 @@ from typing import Any
 import torch
 
 from tileops.engine.errors import BackwardError, CheckError
+from tileops.engine.manifest.entry import Entry
+from tileops.engine.signature.runtime import refuse
 
-__all__ = ["refuse_without_storage", "refuse_written_grad", "refusing_rules"]
+__all__ = [
+    "refuse_superfluous", "refuse_without_storage", "refuse_written_grad", "refusing_rules",
+]  # fmt: skip
+
+
+def refuse_superfluous(self: Any, extra: tuple[Any, ...], unknown: dict[str, Any]) -> None:
+    """Arguments that the call has no place for."""
+    entry: Entry = type(self).entry
+    accepted = ", ".join(i.name for i in entry.inputs) + (", out" if entry.has_out else "")
+    if extra:
+        count = len(entry.positional_inputs)
+        refuse(
+            entry.name,
+            f"positional {count + 1}",
+            type(extra[0]).__name__,
+            f"{count} positional arguments, of {accepted or 'none'}",
+        )
+    name = next(iter(unknown))
+    given = type(unknown[name]).__name__
+    refuse(entry.name, name, given, f"arguments {accepted}" if accepted else "no arguments")
 
 
 def refuse_without_storage(cls: Any, given: dict[str, Any]) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from tileops.engine.errors import ManifestError
 from tileops.engine.manifest.document import load_document
-from tileops.engine.manifest.entry import Entry, parse_entry
+from tileops.engine.manifest.entry import Entry
+from tileops.engine.manifest.read import parse_entry
 from tileops.engine.manifest.sharding import share_sharding
 from tileops.engine.pause import without_collection
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from tileops.engine.errors import ManifestError
+from tileops.engine.manifest.catalog import load_family
 from tileops.engine.manifest.entry import (
     Cost,
     Entry,
@@ -45,9 +46,12 @@ class Wiring:
     """The forward's inputs whose gradients are its outputs."""
 
 
-def backward_name(name: str) -> str:
-    """``RMSNormFwdOp`` → ``RMSNormBwdOp`` → ``RMSNormBwdBwdOp``."""
-    return name.removesuffix("Op").removesuffix("Fwd") + "BwdOp"
+def backward_name(name: str, taken: Container[str] = ()) -> str:
+    """``RMSNormFwdOp`` → ``RMSNormBwdOp`` → ``RMSNormBwdBwdOp``; ``BatchNormFwdOp`` →
+    ``BatchNormFwdBwdOp`` where ``BatchNormBwdOp`` is ``taken`` by an entry that is something else."""
+    base = name.removesuffix("Op")
+    found = base.removesuffix("Fwd") + "BwdOp"
+    return f"{base}BwdOp" if found in taken else found
 
 
 def _taken(entry: Entry) -> set[str]:
@@ -141,7 +145,7 @@ def derived_backward(entry: Entry) -> tuple[Entry, Wiring] | None:
     dtypes = _floating(entry)
     backward = dataclasses.replace(
         entry,
-        name=backward_name(entry.name),
+        name=backward_name(entry.name, load_family(entry.path)),
         reference="own",
         dtypes=dtypes,
         params=(*entry.params, *(_wish(name, entry.line) for name in wiring.wants)),

@@ -1,23 +1,20 @@
-"""One manifest entry as immutable data, parsed from a validated document."""
+"""One manifest entry as immutable data; ``read`` makes it of a document."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from tileops.engine.errors import ManifestError
-from tileops.engine.manifest.branches import Branch, branches_of
 from tileops.engine.manifest.document import Located
-from tileops.engine.manifest.expr import DTYPES, Expr, ExpressionError, parse
-from tileops.engine.manifest.names import check_names
-from tileops.engine.manifest.sharding import ShardingRule, read_sharding
+from tileops.engine.manifest.expr import DTYPES, Expr
+from tileops.engine.manifest.sharding import ShardingRule
 
 __all__ = [
     "MISSING", "Branch", "Content", "Cost", "Entry", "Input", "Output", "Param", "ParamType",
-    "Rule", "Workload", "branches_of", "has_gradient", "parse_entry",
+    "Rule", "Workload", "branches_of", "has_gradient",
 ]  # fmt: skip
 
 
@@ -124,6 +121,25 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class Branch:
+    """One side-effect branch: which inputs are written, whether ``out`` is given, which outputs
+    do not exist. Its ``suffix`` names its operator."""
+
+    writes: tuple[str, ...] = ()
+    out: bool = False
+    without: tuple[str, ...] = ()
+
+    @property
+    def suffix(self) -> str:
+        """``_writes_<input>``, ``_out``, ``_without_<output>``, in this order."""
+        return (
+            "".join(f"_writes_{name}" for name in self.writes)
+            + ("_out" if self.out else "")
+            + "".join(f"_without_{name}" for name in self.without)
+        )
+
+
+@dataclass(frozen=True)
 class Entry:
     """The one declaration of an op class."""
 
@@ -226,210 +242,66 @@ class Entry:
         return frozenset(param.name for param in self.params)
 
 
-class _Reader:
-    """Turns the located fields of one entry into data; every fault names file and line."""
-
-    def __init__(self, path: Path, name: str) -> None:
-        self.path, self.name = path, name
-
-    def fail(self, node: Located, problem: str) -> NoReturn:
-        raise ManifestError(f"{self.path}:{node.line}", self.name, problem)
-
-    def expr(self, node: Located | None) -> Expr | None:
-        if node is None:
-            return None
-        try:
-            return parse(node.value)
-        except ExpressionError as error:
-            self.fail(node, str(error))
-
-    def need_expr(self, node: Located) -> Expr:
-        result = self.expr(node)
-        assert result is not None
-        return result
-
-    def condition(self, node: Located | None) -> tuple[bool, Expr | None]:
-        """false / true / a condition, as (is it there at all, the condition)."""
-        if node is None or node.value is False:
-            return False, None
-        return True, self.need_expr(node)
-
-    def fields(self, node: Located | None) -> Iterator[tuple[str, Located]]:
-        for name, child in (node.value if node else {}).items():
-            if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
-                self.fail(child, f"'{name}' is not a valid name")
-            yield name, child
-
-    def param(self, name: str, node: Located) -> Param:
-        text = node.value["type"]
-        default = node.get("default")
-        value = MISSING if default is None else default.plain()
-        if isinstance(value, list):
-            value = tuple(value)
-        kw_only = node.get("kw_only")
-        kind = _param_type(text.value)
-        if kind is None:
-            self.fail(text, f"params.{name}: type {text.value!r} is not in the language")
-        return Param(name, kind, value, bool(kw_only and kw_only.value), node.line)
-
-    def input(self, name: str, node: Located) -> Input:
-        dtype = node.value["dtype"]
-        fixed: tuple[str, ...] = ()
-        expression = None
-        if isinstance(dtype.value, list):
-            fixed = tuple(item.value for item in dtype.value)
-        elif dtype.value in DTYPES:
-            fixed = (dtype.value,)
-        else:
-            expression = self.need_expr(dtype)
-        self.known_dtypes(dtype, fixed)
-        optional, passed_when = self.condition(node.get("optional"))
-        if passed_when is not None and passed_when.text == "True":
-            passed_when = None
-        _, mutated = self.condition(node.get("mutated"))
-        content = node.get("content")
-        holds = None
-        if content is not None:
-            holds = Content(self.expr(content.get("min")), self.expr(content.get("max")))
-
-        def flag(field_name: str) -> bool:
-            child = node.get(field_name)
-            return bool(child and child.value)
-
-        return Input(
-            name, expression, fixed, self.need_expr(node.value["shape"]), optional, passed_when,
-            mutated, flag("contiguous"), flag("kw_only"), flag("device"),
-            holds, node.line, _differentiable(node),
-        )  # fmt: skip
-
-    def output(self, name: str, node: Located) -> Output:
-        is_input = node.get("is_input")
-        return Output(
-            name,
-            self.need_expr(node.value["dtype"]),
-            self.need_expr(node.value["shape"]),
-            self.condition(node.get("nullable"))[1],
-            node.get("buffer") is not None,
-            is_input.value if is_input else None,
-            node.line,
-            _differentiable(node),
-        )
-
-    def known_dtypes(self, node: Located, names: tuple[str, ...]) -> None:
-        for name in names:
-            if name not in DTYPES:
-                self.fail(node, f"unknown dtype {name!r}; accepted: {', '.join(DTYPES)}")
-
-    def workload(self, node: Located) -> Workload:
-        def plain(name: str) -> Any:
-            child = node.get(name)
-            return child.plain() if child else {}
-
-        return Workload(
-            node.value["label"].value,
-            {k: tuple(v) if isinstance(v, list) else v for k, v in plain("dims").items()},
-            {k: tuple(v) if isinstance(v, list) else v for k, v in plain("params").items()},
-            frozenset(plain("passed")),
-            plain("dtypes"),
-            node.line,
-        )
-
-
 def has_gradient(dtype: str) -> bool:
     """Whether tensors of a dtype can be differentiated."""
     return "float" in dtype or "complex" in dtype
 
 
-def _differentiable(node: Located) -> bool:
-    child = node.get("differentiable")
-    return child is None or bool(child.value)
+def branches_of(entry: Entry) -> tuple[Branch, ...]:
+    """All side-effect branches some construction and call can take, the plainest first."""
+    conditions = [item.mutated for item in entry.inputs if item.mutated is not None]
+    conditions += [output.nullable for output in entry.outputs if output.nullable is not None]
+    found: dict[Branch, None] = {}
+    for parts in itertools.product(*map(_outcomes, _connected(conditions))):
+        true = {expr.text for part in parts for expr in part}
+
+        def holds(expr: Expr | None, true: set[str] = true) -> bool:
+            return expr is not None and expr.text in true
+
+        writes = tuple(i.name for i in entry.inputs if holds(i.mutated))
+        absent = tuple(o.name for o in entry.outputs if holds(o.nullable))
+        if not writes and absent and len(absent) == len(entry.outputs):
+            continue  # no effect at all: no operator, and the entry's rules must refuse the call
+        for out in (False, True) if entry.has_out else (False,):
+            found[Branch(writes, out, absent)] = None
+    return tuple(sorted(found, key=lambda b: (len(b.suffix), b.suffix)))
 
 
-_ALTERNATIVE = re.compile(r"([A-Za-z][A-Za-z0-9_]*)(?:\[(\d+)\]|\(([^)]*)\))?")
-_SIMPLE = {"int", "float", "bool", "str", "ints", "floats", "axes", "number", "device", "object"}
+def _atoms(conditions: list[Expr]) -> set[str]:
+    return {atom.text for expr in conditions for atom in expr.atoms()} - {"True", "False"}
 
 
-def _param_type(text: str) -> ParamType | None:
-    body = text.replace(" ", "")
-    nullable = body.endswith("?")
-    alternatives: list[tuple[str, tuple[str, ...]]] = []
-    for part in body.removesuffix("?").split("|"):
-        match = _ALTERNATIVE.fullmatch(part)
-        if match is None:
-            return None
-        word, length, arguments = match.groups()
-        values = tuple(arguments.split(",")) if arguments else ()
-        if length is not None:
-            if word != "int":
-                return None
-            alternatives.append(("tuple", (length,)))
-        elif word in ("enum", "dtype"):
-            if word == "enum" and not values:
-                return None
-            if word == "dtype" and any(value not in DTYPES for value in values):
-                return None
-            alternatives.append((word, values))
-        elif arguments is not None:
-            return None
-        elif word in _SIMPLE:
-            alternatives.append((word, ()))
-        elif word[0].isupper():
-            alternatives.append(("literal", (word,)))
-        else:
-            return None
-    return ParamType(text, tuple(alternatives), nullable)
+def _connected(conditions: list[Expr]) -> list[list[Expr]]:
+    """The conditions in groups that share no atom, so that each group is settled for itself."""
+    groups: list[list[Expr]] = []
+    for expr in conditions:
+        near = [group for group in groups if _atoms(group) & _atoms([expr])]
+        groups = [group for group in groups if group not in near]
+        groups.append([*itertools.chain.from_iterable(near), expr])
+    return groups
 
 
-def parse_entry(name: str, node: Located, path: Path, family: str) -> Entry:
-    """The entry of one op class. Raises ``ManifestError``."""
-    read = _Reader(path, name)
-    signature = node.value["signature"]
-    dtypes: dict[str, tuple[str, ...]] = {}
-    for variable, child in read.fields(signature.get("dtypes")):
-        dtypes[variable] = tuple(item.value for item in child.value)
-        read.known_dtypes(child, dtypes[variable])
-    rules = signature.get("rules")
-    cost = node.value["cost"]
-    composition = node.get("composition")
-    backward = node.get("backward")
-    autocast, fusion = node.get("autocast"), node.get("fusion")
-    entry = Entry(
-        name=name,
-        family=family,
-        path=path,
-        line=node.line,
-        status=node.value["status"].value,
-        reference=node.value["reference"].value,
-        kind=node.value["kind"].value,
-        dtypes=dtypes,
-        dims={key: read.need_expr(child) for key, child in read.fields(signature.get("dims"))},
-        params=tuple(read.param(key, child) for key, child in read.fields(signature.get("params"))),
-        inputs=tuple(read.input(key, child) for key, child in read.fields(signature.get("inputs"))),
-        outputs=tuple(
-            read.output(key, child) for key, child in read.fields(signature.get("outputs"))
-        ),
-        rules=tuple(
-            Rule(
-                read.need_expr(child.value["require"]),
-                child.value["message"].value,
-                child.value["argument"].value if child.get("argument") else None,
-                child.line,
-            )
-            for child in (rules.value if rules else ())
-        ),
-        composition=composition.plain() if composition else {},
-        backward=backward.value if backward else None,
-        sharding=read_sharding(read.fail, node.get("sharding")),
-        workloads=tuple(read.workload(child) for child in node.value["workloads"].value),
-        cost=Cost(
-            read.need_expr(cost.value["flops"]),
-            read.expr(cost.get("read_bytes")),
-            read.expr(cost.get("write_bytes")),
-        ),
-        autocast=autocast.value if autocast else None,
-        fusion=fusion.value if fusion else "auto",
-        node=node,
-    )
-    check_names(read.fail, node, entry)
-    object.__setattr__(entry, "branches", branches_of(entry))
-    return entry
+def _outcomes(conditions: list[Expr]) -> list[tuple[Expr, ...]]:
+    """Which of the conditions can be true together."""
+    atoms = sorted(_atoms(conditions))
+    found: dict[tuple[Expr, ...], None] = {}
+    for values in itertools.product((False, True), repeat=len(atoms)):
+        truth = dict(zip(atoms, values, strict=True))
+        found[tuple(expr for expr in conditions if _truth(expr, truth))] = None
+    return list(found)
+
+
+def _truth(expr: Expr, truth: Mapping[str, bool]) -> bool:
+    import ast
+
+    def walk(node: ast.expr) -> bool:
+        if isinstance(node, ast.BoolOp):
+            combine = any if isinstance(node.op, ast.Or) else all
+            return combine(walk(value) for value in node.values)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            return not walk(node.operand)
+        if isinstance(node, ast.Constant):
+            return bool(node.value)
+        return truth[ast.unparse(node)]
+
+    return walk(expr.tree)

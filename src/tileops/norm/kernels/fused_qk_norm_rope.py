@@ -63,7 +63,7 @@ class FusedQKNormRoPE(Kernel):
             tuple(constants.items()),
             num_warps=2 if size <= 1024 else 8,
             num_stages=1,
-            aligned=("qkv",) if call.spec("qkv").aligned else (),
+            aligned=tuple(kinds) if all(call.spec(n).aligned for n in pointers) else (),
             options=(("launch_pdl", True),) if dependent else (),
         )
         return Entry(build.identity, build, _bind)

@@ -9,10 +9,17 @@ __all__ = ["qk_norm_rope"]
 
 @triton.jit
 def _weights(q_weight, k_weight, queries, places, inside):
-    """Of each head of a tile, in float32."""
-    of_queries = tl.load(q_weight + places, mask=inside, other=0.0).to(tl.float32)
-    of_keys = tl.load(k_weight + places, mask=inside, other=0.0).to(tl.float32)
+    """Of each head of a tile, in float32. Read by each, as heads are, so that threads need exchange
+    nothing: all but the first reading hits a cache."""
+    of_queries = tl.load(q_weight + places, mask=inside & queries, other=0.0).to(tl.float32)
+    of_keys = tl.load(k_weight + places, mask=inside & ~queries, other=0.0).to(tl.float32)
     return tl.where(queries, of_queries, of_keys)
+
+
+@triton.jit
+def _pairs(values, TILE: tl.constexpr, HALF: tl.constexpr):
+    """The first and the second of adjacent elements."""
+    return tl.split(tl.reshape(values, [TILE, HALF, 2]))
 
 
 @triton.jit
@@ -47,30 +54,32 @@ def qk_norm_rope(
     queries = head < QUERIES
 
     position = tl.load(positions + token)
-    # A position outside is the caller's mistake; it must not become a read of foreign memory.
-    known = (position >= 0) & (position < capacity)
-    half = tl.arange(0, HALF)[None, :]
-    angles = cache + position * R
-    cosines = tl.load(angles + half, mask=(half < R // 2) & known, other=0.0).to(tl.float32)
-    sines = tl.load(angles + R // 2 + half, mask=(half < R // 2) & known, other=0.0).to(tl.float32)
-
+    half = tl.arange(0, HALF)[None, :] + tl.arange(0, TILE)[:, None] * 0
     inside = (half < R // 2) & (head < HEADS)
     if INTERLEAVED:
-        pair = tl.arange(0, 2 * HALF)[None, :]
-        both = tl.load(row + pair, mask=(pair < R) & (head < HEADS), other=0.0).to(tl.float32)
-        first, second = tl.split(tl.reshape(both, [TILE, HALF, 2]))
-        first_weight = _weights(q_weight, k_weight, queries, 2 * half, inside)
-        second_weight = _weights(q_weight, k_weight, queries, 2 * half + 1, inside)
+        pair = tl.arange(0, 2 * HALF)[None, :] + tl.arange(0, TILE)[:, None] * 0
+        paired = (pair < R) & (head < HEADS)
+        both = tl.load(row + pair, mask=paired, other=0.0).to(tl.float32)
+        first, second = _pairs(both, TILE, HALF)
+        weights = _weights(q_weight, k_weight, queries, pair, paired)
+        first_weight, second_weight = _pairs(weights, TILE, HALF)
     else:
         first = tl.load(row + half, mask=inside, other=0.0).to(tl.float32)
         second = tl.load(row + R // 2 + half, mask=inside, other=0.0).to(tl.float32)
         first_weight = _weights(q_weight, k_weight, queries, half, inside)
         second_weight = _weights(q_weight, k_weight, queries, R // 2 + half, inside)
-    squares = tl.sum(first * first + second * second, axis=1)
     if REST:
-        place = R + tl.arange(0, REST)[None, :]
+        place = R + tl.arange(0, REST)[None, :] + tl.arange(0, TILE)[:, None] * 0
         there = (place < D) & (head < HEADS)
         rest = tl.load(row + place, mask=there, other=0.0).to(tl.float32)
+    # A position outside is the caller's mistake; it must not become a read of foreign memory.
+    known = inside & (position >= 0) & (position < capacity)
+    angles = cache + position * R + half
+    cosines = tl.load(angles, mask=known, other=0.0).to(tl.float32)
+    sines = tl.load(angles + R // 2, mask=known, other=0.0).to(tl.float32)
+
+    squares = tl.sum(first * first + second * second, axis=1)
+    if REST:
         squares += tl.sum(rest * rest, axis=1)
     scale = tl.rsqrt(tl.fma(squares, 1.0 / D, eps))[:, None]
 
@@ -81,7 +90,7 @@ def qk_norm_rope(
     dtype = qkv.dtype.element_ty
     if INTERLEAVED:
         joined = tl.reshape(tl.join(turned, other), [TILE, 2 * HALF])
-        tl.store(row + pair, joined.to(dtype), mask=(pair < R) & (head < HEADS))
+        tl.store(row + pair, joined.to(dtype), mask=paired)
     else:
         tl.store(row + half, turned.to(dtype), mask=inside)
         tl.store(row + R // 2 + half, other.to(dtype), mask=inside)

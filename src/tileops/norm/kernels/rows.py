@@ -281,6 +281,7 @@ class Tile:
             DEPENDENT=self.dependent,
             TOP=top,
             LEAST=least,
+            NATIVE=rows.quantised is not None and call.device.arch >= (8, 9),
             **rows.channels,
         )
         return Entry(build.identity, build, self._bind)
@@ -324,7 +325,10 @@ class _Held(Kernel):
     def tiles(cls, call: CallSpec) -> list[Tile]:
         """Configurations worth timing, the default first."""
         default = cls._default(call)
-        return [default, *(tile for tile in cls._tiles(default, call) if tile != default)]
+        # A program reads its weights once: of channels they are not those of all its rows.
+        alone = bool(Rows.of(call).groups)
+        others = (t for t in cls._tiles(default, call) if not (alone and t.per_multiprocessor))
+        return [default, *(tile for tile in others if tile != default)]
 
     @classmethod
     def _default(cls, call: CallSpec) -> Tile:

@@ -50,12 +50,41 @@ def _scale(sum_of_squares, eps, N: tl.constexpr):
 
 
 @triton.jit
-def _places(row, cols, N: tl.constexpr, GROUPS: tl.constexpr, SPATIAL: tl.constexpr):
-    """Which weight belongs to each column of a row: its own, or that of its channel."""
-    if GROUPS == 0:
-        return cols
+def _of_channels(
+    pointer,
+    row,
+    begin,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SPATIAL: tl.constexpr,
+):
+    """The weights of columns ``begin`` and on of a row, or of the rows ``[TILE, 1]``: those of their
+    channels, each read once for as many columns as share it for certain."""
+    # The largest power of two that divides SPATIAL.
+    TOGETHER: tl.constexpr = SPATIAL & -SPATIAL
+    RUN: tl.constexpr = BLOCK if SPATIAL == N or TOGETHER > BLOCK else TOGETHER
+    first = (row % GROUPS).to(tl.int32) * (N // SPATIAL)
+    if RUN == BLOCK:
+        return tl.load(pointer + first + begin // SPATIAL, eviction_policy="evict_last")
     else:
-        return (row % GROUPS).to(tl.int32) * (N // SPATIAL) + cols // SPATIAL
+        starts = begin + RUN * tl.arange(0, BLOCK // RUN)
+        if len(row.shape) == 2:
+            starts = starts[None, :]
+        weights = tl.load(
+            pointer + first + starts // SPATIAL,
+            mask=starts < N,
+            other=0.0,
+            eviction_policy="evict_last",
+        )
+        if RUN == 1:
+            return weights
+        elif len(row.shape) == 2:
+            TILE: tl.constexpr = row.shape[0]
+            weights = tl.broadcast_to(weights[:, :, None], [TILE, BLOCK // RUN, RUN])
+            return tl.reshape(weights, [TILE, BLOCK])
+        else:
+            return tl.reshape(tl.broadcast_to(weights[:, None], [BLOCK // RUN, RUN]), [BLOCK])
 
 
 @triton.jit
@@ -71,7 +100,16 @@ def _affine(values, weights, biases):
 
 
 @triton.jit
-def _quantised(values, quanta, rows, present, bound, TOP: tl.constexpr, LEAST: tl.constexpr):
+def _quantised(
+    values,
+    quanta,
+    rows,
+    present,
+    bound,
+    TOP: tl.constexpr,
+    LEAST: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
     """The bytes of quantised rows; stores their scales."""
     # As integers, magnitudes are ordered like themselves, and NaN is the largest.
     magnitudes = tl.abs(values).to(tl.int32, bitcast=True)
@@ -81,14 +119,25 @@ def _quantised(values, quanta, rows, present, bound, TOP: tl.constexpr, LEAST: t
     scale = tl.div_rn(largest, TOP)
     scale = tl.where(scale < LEAST, LEAST, scale)
     tl.store(quanta + rows, scale, mask=present)
-    values = tl.div_rn(values, scale[:, None])
+    # A division that rounds once, in three instructions (Markstein 1990): the inverse, rounded, and
+    # what its product leaves, so taken that a zero keeps its sign. An infinite scale would leave NaN
+    # where the quotient is 0.
+    inverse = tl.div_rn(1.0, scale)[:, None]
+    divisor = tl.where(scale < float("inf"), scale, 0.0)[:, None]
+    quotient = values * inverse
+    # (Multiplied by -1: Triton's minus subtracts from 0, and of 0 gives 0.)
+    beyond = tl.fma(quotient, divisor, values * -1.0)
+    exact = tl.fma(beyond, inverse * -1.0, quotient)
+    if bound is not None:  # it may be infinite
+        exact = tl.where(tl.abs(quotient) > TOP, quotient, exact)
+    values = exact
     if TOP == 127.0:
         values = tl.where(values == values, values, 0.0)
         values = tl.minimum(tl.maximum(values, -128.0), 127.0)
         # Adding 1.5 * 2**23 leaves no fraction, rounded to even.
         return ((values + 12582912.0) - 12582912.0).to(tl.int8)
     else:
-        return e4m3_bytes(values)
+        return e4m3_bytes(values, NATIVE)
 
 
 @triton.jit
@@ -118,6 +167,7 @@ def _normalize_tile(
     CENTRED: tl.constexpr,
     TOP: tl.constexpr,
     LEAST: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     """Normalise and store a tile that has been read, whose first row is row ``first``."""
     here = first * N
@@ -144,7 +194,7 @@ def _normalize_tile(
         values = values * gates.to(tl.float32)
     if quanta is not None:
         rows = first + tl.arange(0, TILE)
-        values = _quantised(values, quanta, rows, present, bound, TOP, LEAST)
+        values = _quantised(values, quanta, rows, present, bound, TOP, LEAST, NATIVE)
     _store(y + here, offsets, values, mask, MASKED)
 
 
@@ -175,6 +225,7 @@ def normalize_rows(
     SPATIAL: tl.constexpr,  # adjacent elements of one channel
     TOP: tl.constexpr,  # largest quantised number
     LEAST: tl.constexpr,  # smallest scale
+    NATIVE: tl.constexpr,  # the card has an instruction that makes float8
 ):
     """Rows held in registers: program p takes tile p, or tiles p, p + programs, and so on."""
     if DEPENDENT:
@@ -194,14 +245,20 @@ def normalize_rows(
     added = None
     if residual is not None:
         added = _load(residual + row * N, offsets, mask, MASKED, POLICY)
-    # By each row of a tile: dearer than once for all by cache hits, cheaper by a barrier.
-    places = _places(row + lanes, cols, N, GROUPS, SPATIAL) + lanes * 0
     weights = None
-    if weight is not None:
-        weights = _load(weight, places, inside, PADDED, "evict_last")
     biases = None
-    if bias is not None:
-        biases = _load(bias, places, inside, PADDED, "evict_last")
+    if GROUPS == 0:
+        # By each row of a tile: dearer than once for all by cache hits, cheaper by a barrier.
+        places = cols + lanes * 0
+        if weight is not None:
+            weights = _load(weight, places, inside, PADDED, "evict_last")
+        if bias is not None:
+            biases = _load(bias, places, inside, PADDED, "evict_last")
+    else:
+        if weight is not None:
+            weights = _of_channels(weight, row + lanes, 0, N, BLOCK, GROUPS, SPATIAL)
+        if bias is not None:
+            biases = _of_channels(bias, row + lanes, 0, N, BLOCK, GROUPS, SPATIAL)
 
     if PERSISTENT:
         step = tl.num_programs(0).to(tl.int64) * TILE
@@ -240,6 +297,7 @@ def normalize_rows(
                     CENTRED,
                     TOP,
                     LEAST,
+                    NATIVE,
                 )
                 added = added_ahead
             else:
@@ -269,6 +327,7 @@ def normalize_rows(
                     CENTRED,
                     TOP,
                     LEAST,
+                    NATIVE,
                 )
             values = values_ahead
     else:
@@ -298,6 +357,7 @@ def normalize_rows(
             CENTRED,
             TOP,
             LEAST,
+            NATIVE,
         )
 
 
@@ -371,11 +431,10 @@ def _normalize_chunk(
         if bias is not None:
             biases = _load(bias + begin, cols, inside, MASKED, "evict_last")
     else:
-        places = _places(row, begin + cols, N, GROUPS, SPATIAL)
         if weight is not None:
-            weights = _load(weight, places, inside, MASKED, "evict_last")
+            weights = _of_channels(weight, row, begin, N, CHUNK, GROUPS, SPATIAL)
         if bias is not None:
-            biases = _load(bias, places, inside, MASKED, "evict_last")
+            biases = _of_channels(bias, row, begin, N, CHUNK, GROUPS, SPATIAL)
     values = _affine(values, weights, biases)
     if scale is not None:
         factors = _load(scale + here, cols, inside, MASKED, "evict_first")

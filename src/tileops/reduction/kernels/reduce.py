@@ -60,7 +60,7 @@ class Scheme:
     @property
     def counts(self) -> bool:
         """Its states are integers."""
-        return self.lift == "nonzero" or self.fold == "first"
+        return self.lift in ("nonzero", "zero") or self.fold == "first"
 
     @property
     def lanes(self) -> int:
@@ -83,7 +83,7 @@ SCHEMES = {
     "ProdFwdOp": Scheme("same", "prod"),
     "AmaxFwdOp": Scheme("same", "max"),
     "AminFwdOp": Scheme("same", "min"),
-    "AllFwdOp": Scheme("nonzero", "min", "truth"),
+    "AllFwdOp": Scheme("zero", "max", "untruth"),
     "AnyFwdOp": Scheme("nonzero", "max", "truth"),
     "CountNonzeroFwdOp": Scheme("nonzero", "sum"),
     "LogSumExpFwdOp": Scheme("same", "exp", "log"),
@@ -215,6 +215,8 @@ class Plan:
     length: int
     columns: int
     """Columns of a tile; 0 for contiguous rows."""
+    packed: bool
+    """Elements of ``step`` are four of the tensor's."""
     merges: tuple[Merge, ...]
 
     @property
@@ -227,9 +229,19 @@ class Plan:
         return max(ROW_TILE // self.length, 1) if self.parts == 1 else 1
 
 
+def _packed(call: CallSpec, step: Step) -> bool:
+    """Whether four elements of a byte are read as one number, to see what is zero among them."""
+    x, scheme = _source(call), _scheme(call)
+    assert scheme is not None
+    asks = scheme.counts and scheme.fold == "max"
+    return asks and x.dtype.itemsize == 1 and step.inner == 1 and step.n % 4 == 0 and x.aligned
+
+
 def _planned(call: CallSpec) -> Plan:
     x = _source(call)
     first, *rest = steps_of(x.shape, _reduced_axes(call))
+    if packed := _packed(call, first):
+        first = Step(first.outer, first.n // 4, 1)
     columns = 0
     if first.inner == 1:
         length = next_power_of_2(first.n) if first.n <= REGISTER_ROW else ROW_PART
@@ -248,7 +260,7 @@ def _planned(call: CallSpec) -> Plan:
             n = merges[-1].parts
     if merges:
         merges[-1] = Merge(**{**vars(merges[-1]), "last": True})
-    return Plan(first, length, columns, tuple(merges))
+    return Plan(first, length, columns, packed, tuple(merges))
 
 
 def _wide(call: CallSpec) -> bool:
@@ -279,11 +291,17 @@ def _outputs(call: CallSpec) -> tuple[tuple[str, str], ...]:
     return ("y", pointer_to(first.dtype)), ("y2", pointer_to((more or [first])[0].dtype))
 
 
+def _read_as(call: CallSpec, plan: Plan) -> torch.dtype:
+    """What the elements that a kernel reads are to it."""
+    dtype = _source(call).dtype
+    return torch.int32 if plan.packed else torch.int64 if dtype is torch.complex64 else dtype
+
+
 def _read_build(call: CallSpec, plan: Plan, held: int) -> TritonBuild:
     x, scheme = _source(call), _scheme(call)
     assert scheme is not None
     complex_bits = x.dtype is torch.complex64
-    pointer = "*i64" if complex_bits else pointer_to(x.dtype)
+    pointer = pointer_to(_read_as(call, plan))
     states = pointer_to(_state_type(call, scheme))
     number = "fp64" if _wide(call) else "fp32"
     rows = not plan.columns
@@ -313,6 +331,7 @@ def _read_build(call: CallSpec, plan: Plan, held: int) -> TritonBuild:
             *tile,
             *_shared(call, scheme, not plan.merges),
             ("MASK", 0x7FFFFFFF7FFFFFFF if complex_bits else 0),
+            ("PACKED", plan.packed),
             ("CASTS", getattr(call.params, "dtype", None) not in (None, x.dtype)),
             ("WIDE", _wide(call)),
         ),
@@ -356,10 +375,10 @@ def _bind(launchers: tuple[Launcher, ...], call: CallSpec) -> Run:
         empty = tuple(makes)
         return lambda x: single() if single else tuple(make() for make in empty)
     launches = [launcher.on(call.device.index) for launcher in launchers]
-    step, kind = plan.step, _state_type(call, scheme)
+    step, state = plan.step, _state_type(call, scheme)
     counts = [step.outer * plan.parts * step.inner, *(m.kept * m.parts for m in plan.merges)]
     buffers = [
-        output_of(TensorSpec.contiguous_of((scheme.lanes * count,), kind, x.device))
+        output_of(TensorSpec.contiguous_of((scheme.lanes * count,), state, x.device))
         for count in counts[:-1]
     ]
     divisor = scheme.divisor(call, x.numel // max(_results(call)[0].numel, 1))
@@ -373,13 +392,14 @@ def _bind(launchers: tuple[Launcher, ...], call: CallSpec) -> Run:
         grid = cdiv(step.outer, plan.height) * plan.parts
         scalars = (step.outer, step.n // grain, plan.parts, divisor)
     read, merging = launches[0], list(zip(plan.merges, launches[1:], counts[1:], strict=True))
-    bits = x.dtype is torch.complex64
+    kind = _read_as(call, plan)
+    viewed = kind is not x.dtype
 
     def run(x: torch.Tensor) -> Any:
         outs = [make() for make in makes]
         y, y2 = outs[0], outs[-1]
         states = buffers[0]() if buffers else None
-        read(grid, 1, 1, x.view(torch.int64) if bits else x, y, y2, states, counts[0], *scalars)
+        read(grid, 1, 1, x.view(-1).view(kind) if viewed else x, y, y2, states, counts[0], *scalars)
         for number, (merge, launch, count) in enumerate(merging, 1):
             into = buffers[number]() if number < len(buffers) else None
             programs = cdiv(merge.kept, merge.height) * merge.parts

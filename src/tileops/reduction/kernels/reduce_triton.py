@@ -11,6 +11,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LEAST_32 = tl.constexpr(-(2**31))
 LEAST_64 = tl.constexpr(-(2**63))
+ONES = tl.constexpr(0x01010101)
+HIGH = tl.constexpr(0x80808080 - 2**32)
 NO_PLACE = tl.constexpr(2**62)
 
 
@@ -56,17 +58,20 @@ def _lifted(
     LIFT: tl.constexpr,
     FOLD: tl.constexpr,
     MASK: tl.constexpr,
+    PACKED: tl.constexpr,
     CASTS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """A tile, lifted. What lies outside has no effect on the fold, or is masked there."""
-    if LIFT == "nonzero":
-        value = tl.load(pointer, mask=inside, other=0)
+    if LIFT == "zero" and PACKED:
+        value = tl.load(pointer, mask=inside, other=ONES)
+        # The high bit of each byte that is zero, and perhaps of some above one.
+        result = ((value - ONES) & ~value & HIGH != 0).to(tl.int32)
+    elif LIFT == "nonzero" or LIFT == "zero":
+        value = tl.load(pointer, mask=inside, other=1.0 if LIFT == "zero" else 0.0)
         if MASK:  # the bits of a complex number but for its signs
             value = value & MASK
-        result = (value != 0).to(tl.int32)
-        if FOLD == "min":
-            result = tl.where(inside, result, 1)
+        result = (value == 0 if LIFT == "zero" else value != 0).to(tl.int32)
     else:
         OTHER: tl.constexpr = (
             1.0
@@ -127,7 +132,7 @@ def _fold(value, inside, place, count, FOLD: tl.constexpr, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _merged(states, lanes, inside, FOLD: tl.constexpr, PRODUCTS: tl.constexpr):
+def _merged(states, lanes, inside, FOLD: tl.constexpr, COUNTS: tl.constexpr):
     """One state from those along axis 1; ``lanes``: elements from one lane to the next."""
     if FOLD == "sum":
         a = tl.sum(tl.load(states, mask=inside, other=0), 1)
@@ -136,16 +141,11 @@ def _merged(states, lanes, inside, FOLD: tl.constexpr, PRODUCTS: tl.constexpr):
         a = tl.reduce(tl.load(states, mask=inside, other=1), 1, _times)
         b, c = a, a
     elif FOLD == "max":
-        if PRODUCTS:
-            a = _largest(tl.load(states, mask=inside, other=0), 1)
-        else:
-            a = _largest(tl.load(states, mask=inside, other=float("-inf")), 1)
+        LEAST: tl.constexpr = 0 if COUNTS else float("-inf")
+        a = _largest(tl.load(states, mask=inside, other=LEAST), 1)
         b, c = a, a
     elif FOLD == "min":
-        if PRODUCTS:
-            a = -_largest(-tl.load(states, mask=inside, other=1), 1)
-        else:
-            a = -_largest(-tl.load(states, mask=inside, other=float("inf")), 1)
+        a = -_largest(-tl.load(states, mask=inside, other=float("inf")), 1)
         b, c = a, a
     elif FOLD == "exp":
         peaks = tl.load(states, mask=inside, other=float("-inf"))
@@ -206,6 +206,8 @@ def _end(y, y2, offset, inside, a, b, c, divisor, END: tl.constexpr):
         a = b
     elif END == "truth":
         a = a != 0
+    elif END == "untruth":
+        a = a == 0
     tl.store(y + offset, a.to(y.dtype.element_ty), mask=inside)
 
 
@@ -238,6 +240,7 @@ def reduce_rows(
     END: tl.constexpr,
     LANES: tl.constexpr,
     MASK: tl.constexpr,
+    PACKED: tl.constexpr,
     CASTS: tl.constexpr,
     WIDE: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -252,7 +255,7 @@ def reduce_rows(
     row, place = tl.arange(0, ROWS)[:, None], tl.arange(0, N)[None, :]
     inside = (row < rows - first) & (place < n - start)
     pointer = x + first * n + start + (row * n + place)
-    value = _lifted(pointer, inside, y, LIFT, FOLD, MASK, CASTS, WIDE)
+    value = _lifted(pointer, inside, y, LIFT, FOLD, MASK, PACKED, CASTS, WIDE)
     count = tl.minimum(n - start, N).to(tl.float64 if WIDE else tl.float32)
     a, b, c = _fold(value, inside, place, count, FOLD, 1)
     if FOLD == "first":
@@ -286,6 +289,7 @@ def reduce_columns(
     END: tl.constexpr,
     LANES: tl.constexpr,
     MASK: tl.constexpr,
+    PACKED: tl.constexpr,
     CASTS: tl.constexpr,
     WIDE: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -302,7 +306,7 @@ def reduce_columns(
     start = part.to(tl.int64) * STEP
     inside = (place < n - start) & (column < inner)[None, :]
     pointer = x + (outer * n + start + place) * inner + column[None, :]
-    value = _lifted(pointer, inside, y, LIFT, FOLD, MASK, CASTS, WIDE)
+    value = _lifted(pointer, inside, y, LIFT, FOLD, MASK, PACKED, CASTS, WIDE)
     count = tl.minimum(n - start, STEP).to(tl.float64 if WIDE else tl.float32)
     a, b, c = _fold(value, inside, place, count, FOLD, 0)
     if FOLD == "first":
@@ -347,7 +351,7 @@ def reduce_states(
     place = part.to(tl.int64) * N + tl.arange(0, N)
     inside = (index < kept)[:, None] & (place < n)[None, :]
     offset = (outer * n * inner + column)[:, None] + (place * inner)[None, :]
-    a, b, c = _merged(states + offset, lanes, inside, FOLD, LIFT == "nonzero")
+    a, b, c = _merged(states + offset, lanes, inside, FOLD, LIFT == "nonzero" or LIFT == "zero")
     if LAST:
         _end(y, y2, index, index < kept, a, b, c, divisor, END)
     else:

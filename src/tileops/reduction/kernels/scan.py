@@ -1,10 +1,10 @@
 """Running sums and products along one axis: contiguous rows, and axes with an inner stride.
 
-An axis is walked in blocks held in registers, and blocks form at most ``MOST_PARTS`` parts. Where
-there are kept indices enough to fill the device, one program walks along all parts and every element
-is read once. Where there are not, a first launch finds what each part gives and a second one writes
-the parts. Both compute each element by the same operations in the same order, so a row's result does
-not depend on how many rows stand beside it.
+An axis of one block is read, scanned in registers and written. A longer one is walked in blocks,
+which form at most ``MOST_PARTS`` parts. Where there are kept indices enough to fill the device, one
+program walks along all parts and every element is read once. Where there are not, a first launch
+finds what each part gives and a second one writes the parts. Both compute each element by the same
+operations in the same order, so a row's result does not depend on how many rows stand beside it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ COLUMN_BYTES = 128
 MOST_PARTS = 64
 PROGRAMS_PER_SM = 2
 """From as many on, one program walks along all parts."""
-HELD = 16
-"""Elements that one thread holds; half as many of float64."""
+HELD = 64
+"""Elements that one thread holds, at most; half as many of float64. Few warps hold many: each thread
+adds up what all warps before its own gave, so a row costs a step for each pair of warps."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,9 @@ class Scan(Kernel):
         """``held``: elements that one thread holds."""
         shape = Shape.of(call)
         enough = shape.tiles >= PROGRAMS_PER_SM * call.device.multiprocessors
-        modes = ("whole",) if enough or shape.parts <= 1 else ("totals", "write")
+        modes: tuple[str, ...] = ("whole",) if enough else ("totals", "write")
+        if shape.n <= shape.block:
+            modes = ("only",)
         builds = tuple(_build(call, shape, mode, held) for mode in modes)
         identity = tuple(build.identity for build in builds)
         return Entry(identity, functools.partial(load_all, *builds), _bind)

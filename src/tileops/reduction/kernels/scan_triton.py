@@ -28,6 +28,37 @@ def _total(value, AXIS: tl.constexpr, PRODUCT: tl.constexpr):
 
 
 @triton.jit
+def _taken(pointer, inside, y, PRODUCT: tl.constexpr, WIDE: tl.constexpr):
+    """Elements as the result's dtype holds them (torch casts first), the neutral one outside."""
+    NUMBER: tl.constexpr = tl.float64 if WIDE else tl.float32
+    value = tl.load(pointer, mask=inside, other=1.0 if PRODUCT else 0.0)
+    return value.to(NUMBER).to(y.dtype.element_ty).to(NUMBER)
+
+
+@triton.jit
+def _once(
+    x,
+    y,
+    corner,
+    offset,
+    there,
+    n,
+    AXIS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Scan some kept indices of an axis that is one block: mode ``only``."""
+    NEUTRAL: tl.constexpr = 1.0 if PRODUCT else 0.0
+    place = tl.expand_dims(tl.arange(0, BLOCK), 1 - AXIS)
+    inside = tl.expand_dims(there, AXIS) & (place < n)
+    value = _taken(x + corner + offset, inside, y, PRODUCT, WIDE)
+    # As in a walk, so that a sum which begins with minus zero is plus zero here too.
+    result = _both(NEUTRAL, _scanned(value, AXIS, PRODUCT), PRODUCT)
+    tl.store(y + corner + offset, result.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _walk(
     x,
     y,
@@ -76,8 +107,7 @@ def _walk(
         for block in range(current * blocks, tl.minimum((current + 1) * blocks, tl.cdiv(n, BLOCK))):
             start = block * BLOCK
             inside = allowed & (place < n - start)
-            value = tl.load(x + corner + start * stride + offset, mask=inside, other=NEUTRAL)
-            value = value.to(NUMBER).to(y.dtype.element_ty).to(NUMBER)  # torch casts first
+            value = _taken(x + corner + start * stride + offset, inside, y, PRODUCT, WIDE)
             if MODE != "totals":
                 result = _both(
                     tl.expand_dims(within, AXIS), _scanned(value, AXIS, PRODUCT), PRODUCT
@@ -114,13 +144,16 @@ def scan_rows(
     n = n_groups * GRAIN  # so that the compiler knows what divides a row
     program = tl.program_id(0)
     tile, part = program, program * 0
-    if MODE != "whole":
+    if MODE == "totals" or MODE == "write":
         tile, part = program // parts, program % parts
     first, row = tile.to(tl.int64) * KEPT, tl.arange(0, KEPT)
     # A tile of several rows has short ones, so these offsets are small.
     offset = row[:, None] * n.to(tl.int32) + tl.arange(0, BLOCK)[None, :]
-    _walk(x, y, totals, first * n, offset, first + row, row < rows - first, 1, n, part, parts,
-          blocks, 1, KEPT, BLOCK, MODE, PRODUCT, WIDE, DEPENDENT)  # fmt: skip
+    if MODE == "only":
+        _once(x, y, first * n, offset, row < rows - first, n, 1, BLOCK, PRODUCT, WIDE)
+    else:
+        _walk(x, y, totals, first * n, offset, first + row, row < rows - first, 1, n, part, parts,
+              blocks, 1, KEPT, BLOCK, MODE, PRODUCT, WIDE, DEPENDENT)  # fmt: skip
 
 
 @triton.jit
@@ -147,11 +180,14 @@ def scan_columns(
     inner = inner_groups * GRAIN
     program = tl.program_id(0)
     tile, part = program, program * 0
-    if MODE != "whole":
+    if MODE == "totals" or MODE == "write":
         tile, part = program // parts, program % parts
     outer = (tile // inner_tiles).to(tl.int64)
     first, column = (tile % inner_tiles).to(tl.int64) * KEPT, tl.arange(0, KEPT)
     offset = tl.arange(0, BLOCK)[:, None] * inner + column[None, :]
-    kept = outer * inner + first + column
-    _walk(x, y, totals, outer * n * inner + first, offset, kept, column < inner - first, inner, n,
-          part, parts, blocks, 0, KEPT, BLOCK, MODE, PRODUCT, WIDE, DEPENDENT)  # fmt: skip
+    kept, corner = outer * inner + first + column, outer * n * inner + first
+    if MODE == "only":
+        _once(x, y, corner, offset, column < inner - first, n, 0, BLOCK, PRODUCT, WIDE)
+    else:
+        _walk(x, y, totals, corner, offset, kept, column < inner - first, inner, n, part, parts,
+              blocks, 0, KEPT, BLOCK, MODE, PRODUCT, WIDE, DEPENDENT)  # fmt: skip

@@ -2,7 +2,7 @@
 inner stride.
 
 The axis splits a contiguous tensor into ``outer`` x ``n`` x ``inner``. With ``inner == 1`` a row is
-contiguous. A row of at most ``REGISTER_LIMIT`` elements is read once and held in registers. A
+contiguous. A row of at most ``register_limit`` elements is read once and held in registers. A
 longer one is cut into chunks of ``CHUNK``: each gives a maximum and a sum of exponentials, which
 are merged. Where there are rows enough to fill the device one program serves a row, else the chunks
 of a row go to as many programs. Both run the same code on the same chunks, so a row's result does
@@ -26,7 +26,8 @@ __all__ = ["ColumnSoftmax", "ColumnTileSoftmax", "RowSoftmax", "SplitSoftmax", "
 
 DEVICE = f"{__name__}_triton"
 
-REGISTER_LIMIT = 16384
+REGISTER_LIMIT = 32768
+"""Elements of a row that 32 warps hold; half as many where accesses have to be narrow."""
 CHUNK = 4096
 CHUNK_WARPS = 8
 MOST_CHUNKS = 1024
@@ -71,6 +72,14 @@ def chunks_of(n: int) -> int:
 
 def _streams(call: CallSpec, outer: int) -> bool:
     return outer >= STREAM_ROWS_PER_SM * call.device.multiprocessors
+
+
+def register_limit(call: CallSpec) -> int:
+    """Elements of a row to hold in registers: the addresses of narrow accesses take some too."""
+    _, n, _ = axes(call)
+    specs = [spec for spec in (*call.inputs.values(), *call.outputs.values()) if spec is not None]
+    wide = all(spec.aligned and n * spec.dtype.itemsize % 16 == 0 for spec in specs)
+    return REGISTER_LIMIT if wide else REGISTER_LIMIT // 2
 
 
 def grain_of(size: int) -> int:
@@ -121,8 +130,8 @@ class RowSoftmax(Kernel):
         _, n, inner = axes(call)
         if inner != 1:
             return f"the axis has stride {inner}, not 1"
-        if n > REGISTER_LIMIT:
-            return f"rows of {n} elements do not fit in registers (at most {REGISTER_LIMIT})"
+        if n > (most := register_limit(call)):
+            return f"rows of {n} elements do not fit in registers (at most {most})"
         return _wide(call)
 
     @classmethod
@@ -258,8 +267,8 @@ def _refuses_chunks(call: CallSpec) -> str | None:
     _, n, inner = axes(call)
     if inner != 1:
         return f"the axis has stride {inner}, not 1"
-    if n <= REGISTER_LIMIT:
-        return f"rows of {n} elements fit in registers (at most {REGISTER_LIMIT})"
+    if n <= (most := register_limit(call)):
+        return f"rows of {n} elements fit in registers (at most {most})"
     if n > CHUNK * MOST_CHUNKS:
         return f"rows of {n} elements are too long (at most {CHUNK * MOST_CHUNKS})"
     return _wide(call)

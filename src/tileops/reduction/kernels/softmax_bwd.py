@@ -1,6 +1,6 @@
 """Gradients of softmax and its logarithm over one axis: one sum along it, then one pass.
 
-Rows of at most ``REGISTER_LIMIT`` elements are read once and held in registers; longer ones are cut
+Rows of at most ``register_limit`` elements are read once and held in registers; longer ones are cut
 into chunks, each summed by one program and written by another. A row's result does not depend on how
 many rows stand beside it.
 """
@@ -31,14 +31,15 @@ from tileops.reduction.kernels.softmax import (
     grain_of,
     load_all,
     log,
+    register_limit,
 )
 
 __all__ = ["ColumnSoftmaxBwd", "RowSoftmaxBwd", "SplitSoftmaxBwd"]
 
 DEVICE = f"{__name__}_triton"
 
-REGISTER_LIMIT = 16384
-"""Elements of a row that two tensors of it are held in registers for."""
+HELD_TOGETHER = 16384
+"""Elements of a row of which two tensors are held; a longer one takes the output from cache again."""
 
 
 def _refuses(call: CallSpec) -> str | None:
@@ -95,8 +96,8 @@ class RowSoftmaxBwd(Kernel):
         _, n, inner = axes(call)
         if inner != 1:
             return f"the axis has stride {inner}, not 1"
-        if n > REGISTER_LIMIT:
-            return f"rows of {n} elements do not fit in registers (at most {REGISTER_LIMIT})"
+        if n > (most := register_limit(call)):
+            return f"rows of {n} elements do not fit in registers (at most {most})"
         return _refuses(call)
 
     @classmethod
@@ -119,7 +120,7 @@ class RowSoftmaxBwd(Kernel):
             call,
             "softmax_bwd_rows",
             (("rows", "i64"), ("n_groups", "i32")),
-            (("GRAIN", grain), ("ROWS", height), ("N", width)),
+            (("GRAIN", grain), ("ROWS", height), ("N", width), ("AGAIN", width > HELD_TOGETHER)),
             warps,
         )
 
@@ -140,8 +141,8 @@ class SplitSoftmaxBwd(Kernel):
         _, n, inner = axes(call)
         if inner != 1:
             return f"the axis has stride {inner}, not 1"
-        if n <= REGISTER_LIMIT:
-            return f"rows of {n} elements fit in registers (at most {REGISTER_LIMIT})"
+        if n <= (most := register_limit(call)):
+            return f"rows of {n} elements fit in registers (at most {most})"
         if n > CHUNK * MOST_CHUNKS:
             return f"rows of {n} elements are too long (at most {CHUNK * MOST_CHUNKS})"
         return _refuses(call)

@@ -31,6 +31,7 @@ def softmax_bwd_rows(
     GRAIN: tl.constexpr,
     ROWS: tl.constexpr,
     N: tl.constexpr,
+    AGAIN: tl.constexpr,
     LOG: tl.constexpr,
 ):
     n = n_groups * GRAIN  # so that the compiler knows what divides a row
@@ -39,8 +40,16 @@ def softmax_bwd_rows(
     inside = (row < rows - first) & (place < n)
     offset = row * n + place
     g = _load(grad + first * n + offset, inside)
-    y = _load(output + first * n + offset, inside)
-    total = tl.sum(_term(g, y, LOG), 1)
+    if AGAIN:
+        y = g
+        if not LOG:
+            y = tl.load(output + first * n + offset, inside, 0.0, eviction_policy="evict_last")
+            y = y.to(tl.float32)
+        total = tl.sum(_term(g, y, LOG), 1)
+        y = _load(output + first * n + offset, inside)
+    else:
+        y = _load(output + first * n + offset, inside)
+        total = tl.sum(_term(g, y, LOG), 1)
     tl.store(dx + first * n + offset, _result(g, y, total[:, None], LOG), mask=inside)
 
 

@@ -25,13 +25,17 @@ __all__ = ["Rotate", "turns_per_position"]
 DEVICE = f"{__name__}_triton"
 
 SIZES = {
-    # Pairs of features rotated at a time and warps, the default first. Sines are taken once for the
-    # heads of a token; in a tile of several tokens each thread takes those of its own pairs.
-    "heads": ((1024, 2), (512, 2), (1024, 4)),
+    # Pairs of features rotated at a time and warps, the default first.
+    "heads": ((1024, 2), (512, 2), (1024, 4), (2048, 4)),
     "tokens": ((1024, 4), (512, 2), (2048, 8)),
+    # With more warps each thread takes the sines of its own pairs, instead of being told them.
+    "tokens of several heads": ((1024, 2), (512, 2), (512, 1), (1024, 4)),
 }
 FEWEST_PAIRS = 256
-"""With fewer for all heads of a token, a tile holds several tokens."""
+"""With fewer for all heads of a token, a tile holds several tokens: a program should have more to do
+than to begin."""
+FEWEST_PAIRS_SHARED = 1024
+"""The same where heads are a power of two: sines are taken once for the heads of each token."""
 PROGRAMS_PER_SM = 8
 """With fewer programs than this, heads of one token go to several."""
 
@@ -71,7 +75,8 @@ class Rotate(Kernel):
 
     @classmethod
     def candidates(cls, call: CallSpec) -> list[Entry]:
-        sizes = SIZES["tokens" if _few_heads(call) else "heads"]
+        kind = "tokens of several heads" if _shares(call) else "tokens"
+        sizes = SIZES[kind if _few_heads(call) else "heads"]
         return list({e.identity: e for e in (cls._entry(call, *size) for size in sizes)}.values())
 
     @classmethod
@@ -97,7 +102,14 @@ def _heads(shape: tuple[int, ...]) -> int:
 def _few_heads(call: CallSpec) -> int:
     """How many heads, if so few that a tile should hold several tokens; else 0."""
     heads = _heads(turned(call).shape)
-    return heads if heads * next_power_of_2(max(_rotary(call) // 2, 1)) < FEWEST_PAIRS else 0
+    fewest = FEWEST_PAIRS_SHARED if _shares(call) else FEWEST_PAIRS
+    return heads if heads * next_power_of_2(max(_rotary(call) // 2, 1)) < fewest else 0
+
+
+def _shares(call: CallSpec) -> bool:
+    """Whether a tile holds whole tokens of several heads, which turn alike."""
+    heads = _heads(turned(call).shape)
+    return heads > 1 and next_power_of_2(heads) == heads
 
 
 def _rotary(call: CallSpec) -> int:

@@ -24,7 +24,34 @@ def _sine_and_cosine(phase):
 
 
 @triton.jit
-def _rotate_rows(
+def _read_rows(
+    x,
+    rows,
+    D: tl.constexpr,
+    ROTARY: tl.constexpr,
+    ROWS: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """What turns in the first ``rows`` of a tile of ROWS rows that begins at ``x``, which 32 bits
+    address inside: both halves or, interleaved, twice the whole."""
+    row = tl.arange(0, ROWS)[:, None]
+    if INTERLEAVED:
+        feature = tl.arange(0, 2 * HALF)[None, :]
+        pairs = tl.load(x + row * D + feature, mask=(row < rows) & (feature < ROTARY), other=0.0)
+        return pairs, pairs
+    else:
+        feature = tl.arange(0, HALF)[None, :]
+        known = (row < rows) & (feature < ROTARY // 2)
+        place = row * D + feature
+        left = tl.load(x + place, mask=known, other=0.0)
+        return left, tl.load(x + place + ROTARY // 2, mask=known, other=0.0)
+
+
+@triton.jit
+def _write_rows(
+    left,
+    right,
     x,
     y,
     rows,
@@ -37,22 +64,20 @@ def _rotate_rows(
     TAIL: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """The first ``rows`` of a tile of ROWS rows that begins at ``x``; 32 bits address its inside."""
+    """Turn what ``_read_rows`` has read, and copy what does not turn."""
     row = tl.arange(0, ROWS)[:, None]
     inside = row < rows
+    left, right = left.to(tl.float32), right.to(tl.float32)
     if INTERLEAVED:
         feature = tl.arange(0, 2 * HALF)[None, :]
         known = inside & (feature < ROTARY)
-        pairs = tl.load(x + row * D + feature, mask=known, other=0.0).to(tl.float32)
-        left, right = tl.split(tl.reshape(pairs, (ROWS, HALF, 2)))
+        left, right = tl.split(tl.reshape(left, (ROWS, HALF, 2)))
         pairs = tl.join(left * cosine - right * sine, right * cosine + left * sine)
         tl.store(y + row * D + feature, tl.reshape(pairs, (ROWS, 2 * HALF)), mask=known)
     else:
         feature = tl.arange(0, HALF)[None, :]
         known = inside & (feature < ROTARY // 2)
         place = row * D + feature
-        left = tl.load(x + place, mask=known, other=0.0).to(tl.float32)
-        right = tl.load(x + place + ROTARY // 2, mask=known, other=0.0).to(tl.float32)
         tl.store(y + place, left * cosine - right * sine, mask=known)
         tl.store(y + place + ROTARY // 2, right * cosine + left * sine, mask=known)
     if ROTARY < D:
@@ -82,14 +107,18 @@ def rotate(
     FEW_HEADS: tl.constexpr,
 ):
     # The position of a token is what `positions` holds or, where that is null, its place in a
-    # sequence of `period` tokens.
+    # sequence of `period` tokens. Rows are asked for before their angles are worked out.
     pair = tl.arange(0, HALF)
-    turn = tl.load(turns + pair, mask=pair < ROTARY // 2, other=0)[None, :]
     if FEW_HEADS:  # so many; the rows of a tile are those of several tokens
         first = tl.program_id(0).to(tl.int64) * ROWS
-        row = tl.arange(0, ROWS)
         rows = tl.minimum(tokens * FEW_HEADS - first, ROWS).to(tl.int32)
+        corner = first * D
+        left, right = _read_rows(x + corner, rows, D, ROTARY, ROWS, HALF, INTERLEAVED)
+        turn = tl.load(turns + pair, mask=pair < ROTARY // 2, other=0)[None, :]
         token = first // FEW_HEADS
+        # Where no token is in two tiles, sines are taken once for its heads; else for each row.
+        EACH: tl.constexpr = FEW_HEADS if ROWS % FEW_HEADS == 0 else 1
+        row = tl.arange(0, ROWS // EACH) * EACH
         later = ((first % FEW_HEADS).to(tl.int32) + row) // FEW_HEADS
         if positions is None:
             place = (token % period).to(tl.uint32) + later.to(tl.uint32)
@@ -98,22 +127,35 @@ def rotate(
             position = tl.load(positions + token + later, mask=row < rows, other=0).to(tl.int64)
         sine, cosine = _sine_and_cosine(((position[:, None] * turn) >> 32).to(tl.int32))
         sine, cosine = sine * scale, cosine * scale
-        corner = first * D
-        _rotate_rows(
-            x + corner, y + corner, rows, sine, cosine, D, ROTARY, ROWS, HALF, TAIL, INTERLEAVED
-        )
+        if EACH > 1:
+            shape: tl.constexpr = (ROWS // EACH, EACH, HALF)
+            sine = tl.reshape(tl.broadcast_to(sine[:, None, :], shape), (ROWS, HALF))
+            cosine = tl.reshape(tl.broadcast_to(cosine[:, None, :], shape), (ROWS, HALF))
+        _write_rows(
+            left, right, x + corner, y + corner, rows, sine, cosine,
+            D, ROTARY, ROWS, HALF, TAIL, INTERLEAVED,
+        )  # fmt: skip
     else:  # the rows of a tile are heads of one token
         token = (tl.program_id(0) // parts).to(tl.int64)
         first = tl.program_id(0) % parts * heads_each
+        last = tl.minimum(first + heads_each, heads)
+        corner = (token * heads + first) * D
+        left, right = _read_rows(x + corner, last - first, D, ROTARY, ROWS, HALF, INTERLEAVED)
+        turn = tl.load(turns + pair, mask=pair < ROTARY // 2, other=0)[None, :]
         if positions is None:
             position = token % period
         else:
             position = tl.load(positions + token).to(tl.int64)
         sine, cosine = _sine_and_cosine(((position * turn) >> 32).to(tl.int32))
         sine, cosine = sine * scale, cosine * scale
-        for head in range(first, tl.minimum(first + heads_each, heads), ROWS):
+        for head in range(first, last, ROWS):
             corner = (token * heads + head) * D
-            _rotate_rows(
-                x + corner, y + corner, heads - head, sine, cosine,
+            ahead = head + ROWS
+            left_ahead, right_ahead = _read_rows(
+                x + corner + ROWS * D, last - ahead, D, ROTARY, ROWS, HALF, INTERLEAVED
+            )
+            _write_rows(
+                left, right, x + corner, y + corner, last - head, sine, cosine,
                 D, ROTARY, ROWS, HALF, TAIL, INTERLEAVED,
             )  # fmt: skip
+            left, right = left_ahead, right_ahead
