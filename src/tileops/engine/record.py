@@ -18,7 +18,8 @@ __all__ = ["Event", "build_count", "compile_count", "emit", "listening", "record
 class Event:
     """One fact: ``kind`` and its data. Kinds: ``plan``; ``built``: an artifact of this process;
     ``compiled``, ``loaded``: machine code made, or found in the cache; ``tuned``, ``reused``;
-    ``vmap``: a batch of so many slices became so many calls."""
+    ``vmap``: a batch of so many slices became so many calls; ``inlined``, ``substituted``, ``fused``,
+    ``declined``: what the fusion backend made of a node."""
 
     kind: str
     data: dict[str, Any] = field(default_factory=dict)

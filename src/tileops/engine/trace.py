@@ -18,7 +18,7 @@ from tileops.engine.op import Op
 from tileops.engine.places import place_of
 from tileops.engine.prepare import Prepared, Request, compile_requests, request_for
 
-__all__ = ["prepare", "spec"]
+__all__ = ["owner_of", "prepare", "spec"]
 
 
 def spec(*shape: int, dtype: torch.dtype = torch.float32, aligned: bool = True) -> TensorSpec:
@@ -109,7 +109,7 @@ class _Calls(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[tuple[OpState, tuple[Any, ...], Any]] = []
-        self._classes: dict[Any, Any] = {}
+        self._classes: dict[Any, type[Op]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -117,7 +117,8 @@ class _Calls(TorchDispatchMode):
         if func.namespace == "tileops":
             given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
             given.update(kwargs or {})
-            state = resolve(self._owner(func), given["instance_key"])
+            cls = self._classes.get(func) or self._classes.setdefault(func, owner_of(func))
+            state = resolve(cls, given["instance_key"])
             entry = state.op.entry
             inputs = tuple(given.get(item.name) for item in entry.inputs)
             self.found.append((state, inputs, given.get("out") if entry.has_out else None))
@@ -131,16 +132,14 @@ class _Calls(TorchDispatchMode):
             )
         return func(*args, **(kwargs or {}))
 
-    def _owner(self, operator: Any) -> Any:
-        """The class that an operator belongs to."""
-        if operator not in self._classes:
-            waiting = [Op]
-            while waiting:
-                cls = waiting.pop()
-                waiting += cls.__subclasses__()
-                if "_boundary" in cls.__dict__:
-                    for one in cls._boundary.operators:
-                        self._classes[one.overload] = cls
-        if operator not in self._classes:
-            raise TileopsError(f"operator {operator} belongs to no op class of this process")
-        return self._classes[operator]
+
+def owner_of(operator: Any) -> type[Op]:
+    """The class that an operator belongs to. Raises ``TileopsError``."""
+    waiting: list[type[Op]] = [Op]
+    while waiting:
+        cls = waiting.pop()
+        waiting += cls.__subclasses__()
+        operators = cls._boundary.operators if "_boundary" in cls.__dict__ else ()
+        if any(one.overload is operator for one in operators):
+            return cls
+    raise TileopsError(f"operator {operator} belongs to no op class of this process")

@@ -163,6 +163,8 @@ class Entry:
     cost: Cost
     autocast: str | None = None
     """What ``torch.autocast`` does, where it is not what follows from the rest."""
+    fusion: str = "auto"
+    """Whether the ``tileops`` backend inlines the op: ``never``, ``always``, or by its cost."""
     branches: tuple[Branch, ...] = field(default=(), compare=False)
     node: Located | None = field(default=None, compare=False, repr=False)
     """The entry as written, for the lines of its fields."""

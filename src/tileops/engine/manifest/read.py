@@ -190,7 +190,7 @@ def parse_entry(name: str, node: Located, path: Path, family: str) -> Entry:
     cost = node.value["cost"]
     composition = node.get("composition")
     backward = node.get("backward")
-    autocast = node.get("autocast")
+    autocast, fusion = node.get("autocast"), node.get("fusion")
     entry = Entry(
         name=name,
         family=family,
@@ -225,6 +225,7 @@ def parse_entry(name: str, node: Located, path: Path, family: str) -> Entry:
             read.expr(cost.get("write_bytes")),
         ),
         autocast=autocast.value if autocast else None,
+        fusion=fusion.value if fusion else "auto",
         node=node,
     )
     check_names(read.fail, node, entry)

@@ -1,0 +1,113 @@
+"""Whether an op's own kernel or its decomposition, fused with what stands round it, is faster.
+
+The work of pointwise and reduction ops is moving bytes. Inlined, what an op exchanges with a fusable
+neighbour stays in registers; kept, its own kernel moves its bytes faster by some share than the code
+that Inductor makes of the decomposition, and costs the host the call of an operator. So an op is inlined
+where ``saved + OVERHEAD >= ADVANTAGE * moved``, in bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from tileops.fusion.graph import fusable, tensors_of, value_of
+
+__all__ = ["ADVANTAGE", "OVERHEAD", "Estimate", "estimate", "slowly_wide"]
+
+ADVANTAGE = {"cuda": {"pointwise": 0.0, "reduction": 0.1}}
+"""By device and kind: the share of its bytes' time by which an own kernel beats Inductor's of the same
+decomposition. Elsewhere 0: the CPU's own kernels are the decomposition itself."""
+OVERHEAD = {"cuda": 4 << 20}
+"""What the call of an operator costs the host, in bytes that the device could have moved meanwhile."""
+
+SLOW_IN_FLOAT64 = ("cuda",)
+"""Where float64 costs so much that bytes no longer say what work costs."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes that a call moves by itself, and those of them that fusion saves."""
+
+    moved: int
+    saved: int
+    device: str
+    kind: str
+
+    @property
+    def inlining_pays(self) -> bool:
+        """The rule."""
+        advantage = ADVANTAGE.get(self.device, {}).get(self.kind, 0.0)
+        return self.saved + OVERHEAD.get(self.device, 0) >= advantage * self.moved
+
+    def __str__(self) -> str:
+        return f"fusion saves {self.saved} of {self.moved} bytes"
+
+
+def estimate(node: Node, kind: str, melting: frozenset[Node]) -> Estimate:
+    """The estimate for the call of an op; ``melting``: calls of other ops that may be inlined too."""
+    moved = saved = 0
+    values = tensors_of([value_of(n) for n in node.all_input_nodes])
+    device = values[0].device.type
+
+    def melts(other: Node) -> bool:
+        return other in melting or fusable(other)
+
+    for source in node.all_input_nodes:
+        size = _nbytes(value_of(source))
+        moved += size
+        if _producer(source, melts):
+            # Read from registers; not written either where nobody else reads it.
+            saved += size * (2 if len(source.users) == 1 else 1)
+    for output in _outputs(node):
+        size = _nbytes(value_of(output))
+        moved += size
+        users = list(output.users)
+        near = [user for user in users if melts(user)]
+        if near:
+            saved += size * (2 if len(near) == len(users) else 1)
+    return Estimate(moved, saved, device, kind)
+
+
+def _producer(source: Node, melts: Any) -> bool:
+    if source.op not in ("call_function", "call_method"):
+        return False
+    getitem = (
+        source.target.__class__ is not str and getattr(source.target, "__name__", "") == "getitem"
+    )
+    if getitem and isinstance(source.args[0], Node) and isinstance(value_of(source.args[0]), tuple):
+        return melts(source.args[0])
+    return melts(source)
+
+
+def _outputs(node: Node) -> list[Node]:
+    if not isinstance(value_of(node), tuple | list):
+        return [node]
+    return [user for user in node.users if user.op == "call_function"]
+
+
+def _nbytes(value: Any) -> int:
+    return sum(_hint(t.numel()) * t.dtype.itemsize for t in tensors_of(value))
+
+
+def _hint(size: Any) -> int:
+    """A number for a size that may be symbolic; no guard comes of it."""
+    if isinstance(size, torch.SymInt):
+        hint = size.node.hint if size.node.has_hint() else None
+        return 1 << 20 if hint is None else int(hint)
+    return int(size)
+
+
+def slowly_wide(device: torch.device, inputs: list[Any], steps: list[Any]) -> bool:
+    """Whether a decomposition takes steps in float64 that its inputs do not ask for, where those are slow.
+    An own kernel reaches that accuracy otherwise, and Inductor would take the steps for each element."""
+    wide = torch.float64
+    given = any(t.dtype is wide for t in tensors_of(inputs))
+    return (
+        device.type in SLOW_IN_FLOAT64
+        and not given
+        and any(t.dtype is wide for t in tensors_of(steps))
+    )

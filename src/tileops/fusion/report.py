@@ -1,0 +1,66 @@
+"""What a rewrite did and declined, with reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import Node
+
+from tileops.engine import record
+from tileops.engine.record import Event
+
+__all__ = ["Report", "last_report"]
+
+_last: Report | None = None
+
+
+@dataclass
+class Report:
+    """The events of one graph, in the order in which they happened; each also goes to every open
+    ``tileops.recording()``.
+
+    Kinds: ``substituted``: plain PyTorch became an op; ``inlined``: an op became its decomposition;
+    ``fused``: an op took its neighbours; ``declined``: none of these, for a ``reason``. Data: ``op``,
+    the class's name; ``node``; ``stack``: where the user's code is; what else the kind has to say.
+    """
+
+    events: list[Event] = field(default_factory=list)
+
+    def add(self, kind: str, node: Node, op: str, **data: Any) -> None:
+        """Note what happened to ``node``."""
+        stack = node.meta.get("stack_trace") or ""
+        event = Event(kind, {"op": op, "node": node.name, **data, "stack": stack})
+        self.events.append(event)
+        record.emit(kind, **event.data)
+
+    def of(self, kind: str) -> Iterator[dict[str, Any]]:
+        """The data of the events of one kind."""
+        return (event.data for event in self.events if event.kind == kind)
+
+    def __str__(self) -> str:
+        return "\n".join(map(_line, self.events)) or "nothing to rewrite"
+
+
+def _line(event: Event) -> str:
+    more = (f"{k}: {v}" for k, v in event.data.items() if k not in ("op", "node", "stack"))
+    frames = [line.strip() for line in event.data["stack"].splitlines()]
+    place = next((f for f in reversed(frames) if f.startswith("File") and _of_user(f)), "")
+    return f"{event.kind} {event.data['op']} ({', '.join([event.data['node'], *more])}) {place}".rstrip()
+
+
+def _of_user(frame: str) -> bool:
+    return "tileops_generated" not in frame and "/tileops/" not in frame
+
+
+def last_report() -> Report | None:
+    """The report of the graph that this process compiled last with the backend, None before the
+    first."""
+    return _last
+
+
+def keep(report: Report) -> None:
+    """Make ``report`` the last one."""
+    global _last
+    _last = report

@@ -1,0 +1,47 @@
+"""One graph on its way to Inductor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule
+
+from tileops.engine.op import Op
+from tileops.fusion.graph import Memory, fake_mode_of
+from tileops.fusion.report import Report
+
+__all__ = ["Rewrite", "begin"]
+
+
+@dataclass
+class Rewrite:
+    """What the passes share. They change ``graph`` through ``Edit`` and say so in ``report``."""
+
+    module: GraphModule
+    mode: FakeTensorMode
+    memory: Memory
+    """Of the graph as it was captured."""
+    policy: str | None = None
+    """What the backend's options say for all ops."""
+    autocast: bool = False
+    """Some of the graph runs under ``torch.autocast``, which changes what functions compute."""
+    report: Report = field(default_factory=Report)
+    inlined: list[tuple[Op, torch.device]] = field(default_factory=list)
+    """Ops that have become code: it serves where in-tree kernels would."""
+
+    @property
+    def graph(self) -> Graph:
+        return self.module.graph
+
+
+def begin(module: GraphModule, policy: str | None) -> Rewrite | None:
+    """The rewrite of ``module``, in place; None where it holds no tensors."""
+    mode = fake_mode_of(module.graph)
+    if mode is None:
+        return None
+    autocast = torch._C._is_any_autocast_enabled() or any(
+        node.target is torch.amp.autocast_mode._enter_autocast for node in module.graph.nodes
+    )
+    return Rewrite(module, mode, Memory(module.graph), policy, autocast)
