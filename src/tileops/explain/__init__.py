@@ -1,0 +1,1 @@
+"""What torch.compile did with a function: collected, told as data, shown three ways."""
