@@ -231,13 +231,31 @@ class Normalisation:
 
 
 @dataclass
+class Group:
+    """What Inductor's scheduler fused into one loop nest."""
+
+    name: str
+    """As Inductor counts: ``op0_op1``."""
+    kind: str
+    """As :attr:`Kernel.kind`."""
+    parts: list[str]
+    """Kind of each thing that was fused, in order."""
+    nodes: list[str]
+    buffers: list[str]
+
+
+@dataclass
 class Kernel:
+    """One launch: a generated function, or a call of a library's."""
+
     name: str
     kind: str
-    """``pointwise``, ``reduction``, ``template``, ``extern``, ``foreach``, ``tileops``"""
+    """``pointwise``, ``reduction``, ``template``, ``extern``, ``tileops``"""
     language: str
     """``triton``, ``cpp``, ``extern``"""
-    nodes: list[str]
+    groups: list[Group] | None
+    """On the CPU one function may hold several loop nests. None: the code came from a cache."""
+    nodes: list[str] | None
     """Of the ATen graph, that it computes."""
     lines: list[Line]
     """Of the user, that it computes."""
@@ -284,6 +302,7 @@ class Inductor:
     kernels: list[Kernel]
     unfused: list[Unfused] | None
     buffers: list[Buffer]
+    """That it allocates, in order."""
     candidates: list[Candidate] | None
     code: str
     path: str | None
@@ -393,7 +412,8 @@ class Report:
     settings: dict[str, Any] = field(default_factory=dict)
     compilations: list[Compilation] = field(default_factory=list)
     dispatch: list[Dispatch] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[Call] | None = None
+    """None: the calls were the user's own."""
     eager_ops: list[OpNode] = field(default_factory=list)
     unknown: list[Unknown] = field(default_factory=list)
     sources: dict[str, str] = field(default_factory=dict)

@@ -1,0 +1,155 @@
+"""What AOTAutograd made of a captured graph: functional, decomposed, split into forward and backward."""
+
+from __future__ import annotations
+
+import re
+
+from tileops.explain.collect.graphs import read_graph
+from tileops.explain.model import (
+    Decomposition,
+    Graph,
+    Kept,
+    Line,
+    Node,
+    Normalisation,
+    Partition,
+    Rewrite,
+)
+
+STAGES = {
+    "aot_joint_graph": "joint",
+    "aot_forward_graph": "forward",
+    "aot_backward_graph": "backward",
+    "aot_inference_graph": "inference",
+}
+_IN_PLACE = re.compile(r"(?<![_\W])\w*[a-z0-9]_$")
+_SAVED = re.compile(r"^\s*(\w+),\s*# SavedForBackwardsAOTOutput", re.MULTILINE)
+
+
+def read_normalisation(texts: dict[str, str], capture: Graph | None) -> Normalisation:
+    """``texts``: what torch printed of each stage."""
+    graphs = [read_graph(STAGES[kind], text) for kind, text in texts.items()]
+    by_stage = {graph.stage: graph for graph in graphs}
+    first = by_stage.get("forward") or by_stage.get("inference")
+    made = first.nodes if first else []
+    seen = [node for node in capture.nodes if _computes(node)] if capture else []
+    return Normalisation(
+        graphs,
+        _rewrites(seen, made),
+        [node.name for node in made if node.target.startswith("torch.ops.aten.copy_.")],
+        _decompositions(seen, made),
+        _partition(by_stage),
+    )
+
+
+def _computes(node: Node) -> bool:
+    return node.opcode in ("call_function", "call_method", "call_module")
+
+
+def short(target: str) -> str:
+    return target.removeprefix("torch.ops.").removesuffix(".default")
+
+
+def _place(line: Line | None) -> tuple[str, int] | None:
+    return None if line is None else (line.file, line.number)
+
+
+def writes(node: Node) -> bool:
+    """Whether a captured node writes a tensor it was given."""
+    name = node.target.rsplit(".", 1)[-1]
+    if node.target == "operator.setitem" or re.search(r"\bout=", node.args):
+        return True
+    if re.search(r"(^|\.)i(add|sub|mul|truediv|floordiv|pow|and|or|xor|matmul)$", node.target):
+        return True
+    return bool(_IN_PLACE.search(name)) and not name.startswith("__") and name != "requires_grad_"
+
+
+def _rewrites(seen: list[Node], made: list[Node]) -> list[Rewrite]:
+    found = []
+    for node in seen:
+        if not writes(node):
+            continue
+        place = _place(node.line)
+        after = [each for each in made if place and _place(each.line) == place]
+        copies = any(each.target.startswith("torch.ops.aten.copy_.") for each in after)
+        # Torch gives the write back to an input no line: it is told by the value that it copies.
+        names = {each.name for each in after}
+        copies = copies or any(
+            each.target.startswith("torch.ops.aten.copy_.") and names & set(each.inputs)
+            for each in made
+        )
+        call = f"{node.inputs[0] if node.inputs else ''}.{node.target}" if node.opcode == "call_method" else node.target  # fmt: skip
+        args = node.args.split(", ", 1)[1] if node.opcode == "call_method" and ", " in node.args else ("" if node.opcode == "call_method" else node.args)  # fmt: skip
+        forms = [f"{each.name} = {short(each.target)}({each.args})" for each in after if _computes(each)]  # fmt: skip
+        found.append(Rewrite(node.line, f"{call}({args})", forms, copies))
+    return found
+
+
+def _decompositions(seen: list[Node], made: list[Node]) -> list[Decomposition]:
+    """Lines where the operators differ in number or kind: what a line says → what ATen runs."""
+    lines: dict[tuple[str, int], Decomposition] = {}
+    for node in seen:
+        if (place := _place(node.line)) is not None:
+            lines.setdefault(place, Decomposition(node.line, [], [])).before.append(node.target)
+    for node in made:
+        place = _place(node.line)
+        if place in lines and _computes(node):
+            lines[place].after.append(short(node.target))
+    return [each for each in lines.values() if each.after and not _same(each.before, each.after)]
+
+
+def _same(before: list[str], after: list[str]) -> bool:
+    """Whether each operator became the one ATen operator of its name."""
+    names = [name.rsplit(".", 1)[-1].strip("_") for name in before]
+    aten = [re.sub(r"^aten\.", "", name).split(".", 1)[0].strip("_") for name in after]
+    aliases = {"matmul": "mm", "truediv": "div", "t": "permute"}
+    return [aliases.get(name, name) for name in names] == aten
+
+
+# ---- min-cut -------------------------------------------------------------------------------------
+
+
+def _partition(by_stage: dict[str, Graph]) -> Partition | None:
+    forward, backward = by_stage.get("forward"), by_stage.get("backward")
+    if forward is None or backward is None:
+        return None
+    known = {node.name: node for node in forward.nodes}
+    names = _SAVED.findall(forward.code)
+    given = [node.name for node in backward.nodes if node.opcode == "placeholder"]
+    if not names:  # a release that does not mark them: what backward is given and forward makes
+        names = [name for name in given if name in known]
+    computed = {node.name for node in backward.nodes if _computes(node)}
+    again = [name for name in known if name in computed and _computes(known[name])]
+    saved = [_kept(known[name]) for name in names if name in known]
+    joint = by_stage.get("joint")
+    return Partition(
+        saved,
+        [_kept(known[name]) for name in again],
+        _total(saved),
+        None if joint is None else _save_all(joint),
+    )
+
+
+def _kept(node: Node) -> Kept:
+    return Kept(node.name, short(node.target), node.bytes, node.line)
+
+
+def _total(kept: list[Kept]) -> int | None:
+    sizes = [each.bytes for each in kept]
+    return None if any(size is None for size in sizes) else sum(size or 0 for size in sizes)
+
+
+def _save_all(joint: Graph) -> int | None:
+    """Bytes of every forward value that a backward node of the joint graph reads."""
+    later: set[str] = set()
+    read: dict[str, Node] = {}
+    known = {node.name: node for node in joint.nodes}
+    for node in joint.nodes:
+        backward = node.name.startswith("tangents") or any(name in later for name in node.inputs)
+        if node.opcode == "output":
+            continue
+        if backward:
+            later.add(node.name)
+            read.update({name: known[name] for name in node.inputs if name not in later})
+    sizes = [node.bytes for node in read.values() if node.dtype is not None]
+    return None if any(size is None for size in sizes) else sum(size or 0 for size in sizes)
