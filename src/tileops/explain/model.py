@@ -276,7 +276,8 @@ class Unfused:
     second: str
     first_nodes: list[str]
     second_nodes: list[str]
-    reason: str
+    reason: str | None
+    """None: torch gave none."""
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import linecache
 import re
 from pathlib import Path
 
@@ -29,6 +30,7 @@ def assemble(report: Report, events: list[Event], recorded: list[Recorded], *, c
     _after_breaks(report.compilations)
     for one in report.compilations:
         _whole_paths(one)
+        _plain_names(one)
         one.ops = read_nodes(one, recorded)
     graphs = [g for one in report.compilations if one.normalisation for g in one.normalisation.graphs]  # fmt: skip
     captured = [one.capture for one in report.compilations if one.capture]
@@ -69,8 +71,9 @@ def _compilation(events: list[Event], cuda_graphs: bool | None) -> Compilation:
     function = told.get("co_name") or ""
     resumed = _RESUME.match(function)
     file, number = told.get("co_filename"), told.get("co_firstlineno")
-    at = Line(file, number, resumed["name"] if resumed else function) if file and number else None
-    one = Compilation(place, resumed["name"] if resumed else function, at, bool(resumed), None)
+    function = resumed["name"] if resumed else function
+    at = Line(file, number, function, linecache.getline(file, number).strip()) if file and number else None  # fmt: skip
+    one = Compilation(place, function, at, bool(resumed), None)
     last = max(event.attempt for event in events)
     final = [event for event in events if event.attempt == last]
     if graphs := _of(final, "dynamo_output_graph"):
@@ -139,6 +142,15 @@ def _whole_paths(one: Compilation) -> None:
         if guard.at:
             whole = [file for file in files if file.endswith(guard.at.file)]
             guard.at.file = whole[0] if len(whole) == 1 else guard.at.file
+
+
+def _plain_names(one: Compilation) -> None:
+    """The rest of a function after a break is that function to its author."""
+    graphs = [one.capture, *(one.normalisation.graphs if one.normalisation else ())]
+    for graph in graphs:
+        for node in graph.nodes if graph else ():
+            if node.line and (resumed := _RESUME.match(node.line.function)):
+                node.line.function = resumed["name"]
 
 
 def _sources(report: Report) -> dict[str, str]:

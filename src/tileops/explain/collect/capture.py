@@ -6,6 +6,7 @@ import ast
 import linecache
 import re
 from collections import Counter
+from pathlib import Path
 
 from tileops.explain import torch_private as private
 from tileops.explain.collect.events import Event
@@ -35,17 +36,23 @@ _KINDS = (
      "Use a torch function in its place, call it outside the compiled function, or wrap it as an "
      "operator with torch.library."),
 )  # fmt: skip
-_OTHER = "Read torch's hints; move what it names out of the compiled function, or write it with torch."
+_OTHER = (
+    "Read torch's hints; move what it names out of the compiled function, or write it with torch."
+)
 
 
 def read_break(event: Event) -> Break:
     text = event.text
     at = _AT.search(text)
-    reason = re.search(r"Graph Break Reason: (.*?)(?:\n\s*\n(?:User code|Stack)|\Z)", text, re.DOTALL)
+    reason = re.search(
+        r"Graph Break Reason: (.*?)(?:\n\s*\n(?:User code|Stack)|\Z)", text, re.DOTALL
+    )
     told = (reason[1] if reason else text).strip()
     stack = _user_stack(text)
     kind, advice = _kind(told)
-    where = next((line for line in reversed(stack) if at and line.number == int(at["number"])), None)
+    where = next(
+        (line for line in reversed(stack) if at and line.number == int(at["number"])), None
+    )
     if where is None and at:
         where = _line(at["file"], int(at["number"]), "")
     hints = [hint.strip() for hint in re.findall(r"^\s*Hint: (.+)$", told, re.MULTILINE)]
@@ -81,7 +88,12 @@ def _user_stack(text: str) -> list[Line]:
             below = lines[number + 1].strip() if number + 1 < len(lines) else ""
             code = "" if below.startswith("File ") else below
             stack.append(Line(match["file"], int(match["number"]), match["function"], code))
-    return [line for line in stack if not private.is_torch_file(line.file)]
+    own = str(Path(__file__).parent.parent)
+    return [
+        line
+        for line in stack
+        if not private.is_torch_file(line.file) and not line.file.startswith(own)
+    ]
 
 
 def _line(file: str, number: int, function: str) -> Line:
@@ -139,4 +151,6 @@ def _loops_of(file: str) -> list[tuple[int, ast.stmt]]:
 
 def crossing(capture: Graph) -> list[str]:
     """Names of the values that a graph hands to Python."""
-    return capture.nodes[-1].inputs if capture.nodes and capture.nodes[-1].opcode == "output" else []
+    return (
+        capture.nodes[-1].inputs if capture.nodes and capture.nodes[-1].opcode == "output" else []
+    )

@@ -78,7 +78,9 @@ class _Reader:
             )
 
     def _inputs(self, text: str) -> list[str]:
-        return [name for name in dict.fromkeys(re.findall(r"\b[A-Za-z_]\w*", text)) if name in self.known]  # fmt: skip
+        """Names in a text without function names."""
+        names = dict.fromkeys(re.findall(r"(?<![\w.])[A-Za-z_]\w*", text))
+        return [name for name in names if name in self.known]
 
     def _statement(self, text: str) -> None:
         try:
@@ -104,7 +106,7 @@ class _Reader:
             self.known[name] = node
             return
         opcode, target, args = _read_expression(value, self.known)
-        inputs = self._inputs(ast.unparse(value))
+        inputs = self._inputs(ast.unparse(value))  # `torch` is no node, and `.mul` is no name
         self._add(Node(name, opcode, target, args, inputs, self.line), note)
 
     def _unparsed(self, text: str) -> None:

@@ -152,5 +152,7 @@ def _advice(what: str, source: str, index: str | None) -> str:
         return text + ("; an attribute that counts calls belongs outside the compiled function."
                        if "." in source else " for the life of the model.")  # fmt: skip
     if what == "global state":
-        return "Set grad mode, autocast, default dtype and deterministic mode once, around all calls."
+        return (
+            "Set grad mode, autocast, default dtype and deterministic mode once, around all calls."
+        )
     return "Keep what this guard names the same between calls, or move it out of the compiled function."

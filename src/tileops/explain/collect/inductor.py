@@ -118,7 +118,9 @@ def _kernels(code: str, groups: list[Group] | None, nodes: dict[str, Node]) -> l
             continue
         name = match["name"]
         known = defined.get(name)
-        if known is None and not re.match(r"(extern_kernels|aten|torch\.ops|mkldnn|_\w+_ops)", name):
+        if known is None and not re.match(
+            r"(extern_kernels|aten|torch\.ops|mkldnn|_\w+_ops)", name
+        ):
             continue
         touched = set(re.findall(r"buf\w+", line))
         own = [group for group in left if touched & set(group.buffers)]
@@ -160,6 +162,8 @@ def _kernel(name: str, known: re.Match[str] | None, groups: list[Group] | None,
         aten = {each.strip().removeprefix("aten.") for each in comment["aten"].split(",")}
         origins = [n.name for n in nodes.values() if _aten_name(n) in aten and n.opcode != "output"]
         origins = origins if len(origins) == 1 else []
+        for group in groups or ():
+            group.nodes = group.nodes or origins
     lines = [nodes[n].line for n in origins if n in nodes]
     return Kernel(name, kind, language, groups, origins or None, _distinct(lines), source, schedule)
 
@@ -195,7 +199,9 @@ def _triton_schedule(head: str, source: str) -> dict[str, Any]:
 def _loops(source: str) -> dict[str, Any]:
     """Loops of the C++ from the outside in, with ends and steps; vector width; threads."""
     loops = []
-    for match in re.finditer(r"for\((?:int64_t|long) (\w+)=.*?; \1<(.*?); \1\+=(.*?)\)", source):
+    for match in re.finditer(
+        r"for\((?:int64_t|long) (\w+)=.*?; \1<(.*?); \1\+=(.*)\)$", source, re.MULTILINE
+    ):
         loops.append({"index": match[1], "end": _number(match[2]), "step": _number(match[3])})
     found: dict[str, Any] = {"loops": loops, "vectorized": "Vectorized<" in source}
     steps = [loop["step"] for loop in loops if isinstance(loop["step"], int) and loop["step"] > 1]
@@ -235,7 +241,7 @@ def _unfused(fusion: list[str], groups: list[Group], scheduled: str) -> list[Unf
     the other wrote.
     """
     where = {member: group for group in groups for member in re.findall(r"op\d+", group.name)}
-    last: dict[tuple[str, str], str] = {}
+    last: dict[tuple[str, str], str | None] = {}
     for text in fusion:
         if match := _REFUSED.match(text.strip()):
             first = where.get(re.findall(r"op\d+", match["first"])[0])
@@ -245,9 +251,9 @@ def _unfused(fusion: list[str], groups: list[Group], scheduled: str) -> list[Unf
     reads = _reads(scheduled)
     for first in groups:
         for second in groups:
-            read = first is not second and reads.get(second.name, set()) & set(first.buffers)
-            if read and {"extern", "tileops"} & {first.kind, second.kind}:
-                last.setdefault((first.name, second.name), _EXTERN)
+            if first is not second and reads.get(second.name, set()) & set(first.buffers):
+                extern = {"extern", "tileops"} & {first.kind, second.kind}
+                last.setdefault((first.name, second.name), _EXTERN if extern else None)
     named = {group.name: group for group in groups}
     return [
         Unfused(first, second, named[first].nodes, named[second].nodes, why)

@@ -56,7 +56,9 @@ def _key(args: str) -> str:
         call = ast.parse(f"f({args})", mode="eval").body
     except SyntaxError:
         return ""
-    strings = [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]  # type: ignore[attr-defined]
+    strings = [
+        a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)
+    ]  # type: ignore[attr-defined]
     return strings[-1] if strings else ""
 
 

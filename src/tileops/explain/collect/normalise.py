@@ -31,7 +31,7 @@ def read_normalisation(texts: dict[str, str], capture: Graph | None) -> Normalis
     graphs = [read_graph(STAGES[kind], text) for kind, text in texts.items()]
     by_stage = {graph.stage: graph for graph in graphs}
     first = by_stage.get("forward") or by_stage.get("inference")
-    made = first.nodes if first else []
+    made = _for_the_result(first) if first else []
     seen = [node for node in capture.nodes if _computes(node)] if capture else []
     return Normalisation(
         graphs,
@@ -40,6 +40,16 @@ def read_normalisation(texts: dict[str, str], capture: Graph | None) -> Normalis
         _decompositions(seen, made),
         _partition(by_stage),
     )
+
+
+def _for_the_result(graph: Graph) -> list[Node]:
+    """Its nodes without those that only backward needs."""
+    saved = set(_SAVED.findall(graph.code))
+    needed = {name for node in graph.nodes[-1:] for name in node.inputs if name not in saved}
+    for node in reversed(graph.nodes[:-1]):
+        if node.name in needed or node.target.startswith("torch.ops.aten.copy_."):
+            needed.update([node.name, *node.inputs])
+    return [node for node in graph.nodes if node.name in needed]
 
 
 def _computes(node: Node) -> bool:
