@@ -120,9 +120,13 @@ def _tensor(spec: str, *, training: bool) -> Any:
     shape, _, rest = spec.partition(":")
     dtype_name, _, device = rest.partition(":")
     if not re.fullmatch(r"\d+(x\d+)*|scalar", shape):
-        raise _RequestError(f"--input {spec!r}: shape {shape!r}; accepted is such as 2048x4096, or scalar")  # fmt: skip
+        raise _RequestError(
+            f"--input {spec!r}: shape {shape!r}; accepted is such as 2048x4096, or scalar"
+        )
     if dtype_name and dtype_name not in _DTYPES:
-        raise _RequestError(f"--input {spec!r}: dtype {dtype_name!r}; accepted are {', '.join(_DTYPES)}")  # fmt: skip
+        raise _RequestError(
+            f"--input {spec!r}: dtype {dtype_name!r}; accepted are {', '.join(_DTYPES)}"
+        )
     sizes = [] if shape == "scalar" else [int(part) for part in shape.split("x")]
     dtype: torch.dtype = getattr(torch, _DTYPES[dtype_name or "f32"])
     try:

@@ -62,7 +62,13 @@ def explain(
     """
     name = getattr(target, "__qualname__", None) or type(target).__name__
     report = Report(title=name)
-    chosen = {"backend": backend, "dynamic": dynamic, "mode": mode, "training": training, "fullgraph": fullgraph}  # fmt: skip
+    chosen = {
+        "backend": backend,
+        "dynamic": dynamic,
+        "mode": mode,
+        "training": training,
+        "fullgraph": fullgraph,
+    }
     report.settings = {key: _plain(value) for key, value in chosen.items()}
     graphs = mode in ("reduce-overhead", "max-autotune") or backend == "cudagraphs"
     with private.untouched():

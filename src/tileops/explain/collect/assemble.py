@@ -14,7 +14,7 @@ from tileops.explain.collect.dispatch import read_dispatch
 from tileops.explain.collect.events import Event
 from tileops.explain.collect.graphs import read_graph
 from tileops.explain.collect.guards import read_guards, read_recompile
-from tileops.explain.collect.inductor import read_inductor
+from tileops.explain.collect.inductor import Lowered, read_inductor
 from tileops.explain.collect.nodes import key_of, read_eager, read_nodes
 from tileops.explain.collect.normalise import STAGES, read_normalisation
 from tileops.explain.collect.run import read_caches, read_cuda_graphs, read_phases
@@ -23,7 +23,9 @@ from tileops.explain.model import Compilation, Line, Report, Unknown
 _RESUME = re.compile(r"^torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line>\d+)$")
 
 
-def assemble(report: Report, events: list[Event], recorded: list[Recorded], *, cuda_graphs: bool | None) -> None:  # fmt: skip
+def assemble(
+    report: Report, events: list[Event], recorded: list[Recorded], *, cuda_graphs: bool | None
+) -> None:
     """Fill ``report`` with what was seen."""
     pieces = [_compilation(group, cuda_graphs) for group in _by_compilation(events)]
     report.compilations = [one for one in pieces if one.capture or one.breaks or one.error]
@@ -32,7 +34,9 @@ def assemble(report: Report, events: list[Event], recorded: list[Recorded], *, c
         _whole_paths(one)
         _plain_names(one)
         one.ops = read_nodes(one, recorded)
-    graphs = [g for one in report.compilations if one.normalisation for g in one.normalisation.graphs]  # fmt: skip
+    graphs = [
+        g for one in report.compilations if one.normalisation for g in one.normalisation.graphs
+    ]
     captured = [one.capture for one in report.compilations if one.capture]
     gradient = any(g.stage == "joint" for g in graphs)
     report.dispatch = read_dispatch([*captured, *graphs], gradient=gradient)
@@ -72,7 +76,11 @@ def _compilation(events: list[Event], cuda_graphs: bool | None) -> Compilation:
     resumed = _RESUME.match(function)
     file, number = told.get("co_filename"), told.get("co_firstlineno")
     function = resumed["name"] if resumed else function
-    at = Line(file, number, function, linecache.getline(file, number).strip()) if file and number else None  # fmt: skip
+    at = (
+        Line(file, number, function, linecache.getline(file, number).strip())
+        if file and number
+        else None
+    )
     one = Compilation(place, function, at, bool(resumed), None)
     last = max(event.attempt for event in events)
     final = [event for event in events if event.attempt == last]
@@ -83,7 +91,9 @@ def _compilation(events: list[Event], cuda_graphs: bool | None) -> Compilation:
     seen = {}
     for event in _of(events, "dynamo_graph_break_reason"):
         found = read_break(event)
-        seen[found.kind, found.at.file if found.at else "", found.at.number if found.at else 0] = found  # fmt: skip
+        seen[found.kind, found.at.file if found.at else "", found.at.number if found.at else 0] = (
+            found
+        )
     one.breaks = list(seen.values())
     if guards := _of(events, "dynamo_cpp_guards_str"):
         one.guards = read_guards(guards[-1])
@@ -95,7 +105,9 @@ def _compilation(events: list[Event], cuda_graphs: bool | None) -> Compilation:
     _lowered(one, events)
     one.caches = read_caches(events)
     one.phases = read_phases(events)
-    gpu = one.capture is not None and any((node.device or "").startswith("cuda") for node in one.capture.nodes)  # fmt: skip
+    gpu = one.capture is not None and any(
+        (node.device or "").startswith("cuda") for node in one.capture.nodes
+    )
     one.cuda_graphs = read_cuda_graphs(events, asked=cuda_graphs, on_gpu=gpu)
     one.error = told.get("fail_reason") if not one.breaks else None
     return one
@@ -105,6 +117,9 @@ def _lowered(one: Compilation, events: list[Event]) -> None:
     """Each output code ends the events of one graph through Inductor."""
     fusion: list[str] = []
     graph, scheduled = "", None
+    captured = (
+        {node.name: node.line for node in one.capture.nodes if node.line} if one.capture else {}
+    )
     for event in events:
         if event.kind == f"log:{private.FUSION}":
             fusion.append(event.text)
@@ -114,7 +129,8 @@ def _lowered(one: Compilation, events: list[Event]) -> None:
             graph = event.text
         elif event.kind == "inductor_output_code" and event.text:
             path = event.data.get("filename")
-            one.inductor.append(read_inductor(event.text, path, graph, fusion, scheduled))
+            told = Lowered(event.text, path, graph, fusion, scheduled, captured)
+            one.inductor.append(read_inductor(told))
             fusion, scheduled, graph = [], None, ""
 
 
@@ -129,7 +145,11 @@ def _after_breaks(compilations: list[Compilation]) -> None:
             if one.capture is not None:
                 names = set(crossing(one.capture))
                 each.crossing = [copy.deepcopy(n) for n in one.capture.nodes if n.name in names]
-            follows = [other for other in resumes if each.at and other.at and other.at.number == each.at.number]  # fmt: skip
+            follows = [
+                other
+                for other in resumes
+                if each.at and other.at and other.at.number == each.at.number
+            ]
             each.extra_launches = 1 if follows else 0
 
 
@@ -154,7 +174,13 @@ def _plain_names(one: Compilation) -> None:
 
 
 def _sources(report: Report) -> dict[str, str]:
-    files = {n.line.file for one in report.compilations if one.capture for n in one.capture.nodes if n.line}  # fmt: skip
+    files = {
+        n.line.file
+        for one in report.compilations
+        if one.capture
+        for n in one.capture.nodes
+        if n.line
+    }
     files |= {each.at.file for each in report.breaks if each.at}
     files |= {one.at.file for one in report.compilations if one.at}
     found = {}
@@ -167,8 +193,17 @@ def _sources(report: Report) -> dict[str, str]:
 
 def _unknown(report: Report) -> list[Unknown]:
     found = []
-    if any(each.kernels and each.unfused is None for one in report.compilations for each in one.inductor):  # fmt: skip
-        found.append(Unknown("fusion groups and reasons", "the code came from a cache: nothing was scheduled. Explain with a cold cache to see them."))  # fmt: skip
+    if any(
+        each.kernels and each.unfused is None
+        for one in report.compilations
+        for each in one.inductor
+    ):
+        found.append(
+            Unknown(
+                "fusion groups and reasons",
+                "the code came from a cache: nothing was scheduled. Explain with a cold cache to see them.",
+            )
+        )
     if any(entry.visited is None for entry in report.dispatch):
         found.append(Unknown("dispatch tables", "this torch release has no table for an operator"))
     return found

@@ -65,7 +65,8 @@ class Events:
         place, attempt = _place(metadata)
         event = Event(kind, place, attempt, data if isinstance(data, dict) else {}, text or "")
         if kind == "recompile_reasons":
-            event.data = {"actual": _actual_values(event.json() if text else [])}
+            reasons = _reasons(event.text)
+            event.data = {"reasons": reasons, "actual": _actual_values(reasons)}
         self._add(event)
 
     def _logged(self, record: logging.LogRecord) -> None:
@@ -83,7 +84,12 @@ def _place(metadata: dict[str, Any]) -> tuple[str | None, int]:
     return place, metadata.get("attempt") or 0
 
 
-def _actual_values(reasons: str | list[str]) -> dict[str, str]:
+def _reasons(text: str) -> list[str]:
+    """One reason stands as it is, several as JSON."""
+    return json.loads(text) if text.startswith("[") else [text]
+
+
+def _actual_values(reasons: list[str]) -> dict[str, str]:
     """What the call brought where a guard compares a value; read now, while its frame lives."""
     from tileops.explain.collect.guards import compared_source, source_value
 
@@ -91,7 +97,7 @@ def _actual_values(reasons: str | list[str]) -> dict[str, str]:
     if frame is None:
         return {}
     values = {}
-    for reason in [reasons] if isinstance(reasons, str) else reasons:
+    for reason in reasons:
         source = compared_source(reason)
         value = None if source is None else source_value(source, *frame)
         if source is not None and value is not None:

@@ -62,7 +62,9 @@ class _Reader:
             elif bare.startswith("class "):
                 break
             elif match := _LINE.match(bare):
-                self.line = Line(match["file"], int(match["number"]), match["function"], match["text"] or "")  # fmt: skip
+                self.line = Line(
+                    match["file"], int(match["number"]), match["function"], match["text"] or ""
+                )
             elif bare.startswith("# No stacktrace found"):
                 self.line = None
             elif bare.startswith("return "):
@@ -114,7 +116,9 @@ class _Reader:
         match = re.match(r'(\w+)(?::\s*"([^"]*)")?\s*=\s*([\w.]+)\((.*)\)', text)
         if match:
             inputs = self._inputs(match[4])
-            self._add(Node(match[1], "call_function", match[3], match[4], inputs, self.line), match[2])  # fmt: skip
+            self._add(
+                Node(match[1], "call_function", match[3], match[4], inputs, self.line), match[2]
+            )
 
 
 def _closed(lines: list[str]) -> bool:

@@ -37,7 +37,16 @@ def read_guards(event: Event) -> Guards:
             named = re.search(r"[LG]\[[^\]]+\](?:\.\w+|\[[^\]]+\])*", code)
             about = named[0] if named else (source if kind not in _GLOBAL else "")
             group = _group(kind, code)
-            guards.append(Guard(group, kind, about if group != "global" else "", code, at, _properties(kind, code)))  # fmt: skip
+            guards.append(
+                Guard(
+                    group,
+                    kind,
+                    about if group != "global" else "",
+                    code,
+                    at,
+                    _properties(kind, code),
+                )
+            )
     latency = _LATENCY.search(event.text)
     return Guards(guards, float(latency[1]) if latency else None)
 
@@ -47,13 +56,19 @@ def _split(code: str) -> tuple[str, Line | None]:
     if at is None:
         return re.sub(r"\s+# _\w+/.*$", "", code).strip(), None
     # Torch keeps the last characters of a long path; the whole one is looked up by the caller.
-    return code[: at.start()].strip(), Line(at["file"], int(at["number"]), at["function"], at["text"])  # fmt: skip
+    return code[: at.start()].strip(), Line(
+        at["file"], int(at["number"]), at["function"], at["text"]
+    )
 
 
 def _group(kind: str, code: str) -> str:
     if kind.startswith(_GLOBAL) or "top_saved_tensors_hooks" in code:
         return "global"
-    if re.search(r"\.(size|stride|storage_offset)\(\)", code) or "SYMBOLIC" in kind or "SHAPE" in kind:  # fmt: skip
+    if (
+        re.search(r"\.(size|stride|storage_offset)\(\)", code)
+        or "SYMBOLIC" in kind
+        or "SHAPE" in kind
+    ):
         return "shape"
     if kind.startswith(_TENSOR):
         return "tensor"
@@ -85,20 +100,29 @@ def _literal(text: str) -> Any:
 
 _REASON = re.compile(r"^(?P<id>!?[\d/]+): (?P<guard>.*)$", re.DOTALL)
 _TENSOR_REASON = re.compile(r"tensor '(?P<source>.+?)' (?P<what>.+?) mismatch(?: at index (?P<index>\d+))?\.?,? expected (?P<expected>.+?), actual (?P<actual>.+)$", re.DOTALL)  # fmt: skip
-_COMPARED = re.compile(r"^(?P<source>[LG]\[.+?\](?:\.\w+|\[[^\]]+\])*) (?:==|is) (?P<expected>[^#]+?)\s*(?:#.*)?$", re.DOTALL)  # fmt: skip
+# Torch writes a local's name plain from 2.13 on, `L['n']` before.
+_COMPARED = re.compile(
+    r"^(?P<source>[A-Za-z_]\w*(?:\.\w+|\[[^\]]+\])*) (?:==|is) (?P<expected>.+)$"
+)
 
 
 def compared_source(reason: str) -> str | None:
-    """``L['n']`` of ``0/0: L['n'] == 3``."""
-    match = _REASON.match(reason)
-    compared = _COMPARED.match(match["guard"].strip()) if match else None
+    """``n`` of ``0/0: n == 3``."""
+    compared = _COMPARED.match(_parts(reason)[1])
     return compared["source"] if compared else None
+
+
+def _parts(reason: str) -> tuple[str, str]:
+    """Id of the compilation and the guard, without the place that torch adds to it."""
+    match = _REASON.match(reason.strip())
+    place, guard = (match["id"], match["guard"]) if match else ("", reason)
+    return place, re.split(r"\s+# |\nUser stack trace", guard.strip())[0].strip()
 
 
 def source_value(source: str, names: dict[str, Any], module: dict[str, Any]) -> str | None:
     """The value that a guard's source has in a frame, if plain access finds it."""
     try:
-        value = _follow(ast.parse(source, mode="eval").body, {"L": names, "G": module})
+        value = _follow(ast.parse(source, mode="eval").body, {**names, "L": names, "G": module})
     except (KeyError, IndexError, AttributeError, TypeError, ValueError, SyntaxError):
         return None
     return repr(value) if isinstance(value, int | float | str | bool | None) else None
@@ -115,24 +139,38 @@ def _follow(node: ast.expr, roots: dict[str, Any]) -> Any:
 
 
 def read_recompile(event: Event, number: int) -> Recompile:
-    reasons = event.json() if event.text else []
-    each = [reasons] if isinstance(reasons, str) else list(reasons)
-    actual = event.data.get("actual", {})
-    return Recompile([_failure(reason, actual) for reason in each], number + 1, private.limit())
+    actual = event.data["actual"]
+    failures = [_failure(reason, actual) for reason in event.data["reasons"]]
+    return Recompile(failures, number + 1, private.limit())
 
 
 def _failure(reason: str, values: dict[str, str]) -> Failure:
-    match = _REASON.match(reason.strip())
-    place, guard = (match["id"], match["guard"].strip()) if match else ("", reason.strip())
+    place, guard = _parts(reason)
     if tensor := _TENSOR_REASON.search(guard):
         what = tensor["what"].strip()
         index = tensor["index"]
         name = f"{what}[{index}]" if index is not None else what
         source = tensor["source"]
-        return Failure(place, guard, source, name, tensor["expected"].strip(), tensor["actual"].strip(), _advice(what, source, index))  # fmt: skip
+        return Failure(
+            place,
+            guard,
+            source,
+            name,
+            tensor["expected"].strip(),
+            tensor["actual"].strip(),
+            _advice(what, source, index),
+        )
     if compared := _COMPARED.match(guard):
         source = compared["source"]
-        return Failure(place, guard, source, "value", compared["expected"].strip(), values.get(source), _advice("value", source, None))  # fmt: skip
+        return Failure(
+            place,
+            guard,
+            source,
+            "value",
+            compared["expected"].strip(),
+            values.get(source),
+            _advice("value", source, None),
+        )
     what = "global state" if "global_state" in guard or "GLOBAL_STATE" in guard else None
     return Failure(place, guard, None, what, None, None, _advice(what or "", "", None))
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from tileops.explain.collect.graphs import read_graph
-from tileops.explain.model import Buffer, Group, Inductor, Kernel, Line, Node, Unfused
+from tileops.explain.model import Buffer, Group, Inductor, Kernel, Line, Unfused
 
 _CANDIDATE = re.compile(r"SchedulerNode\(name='(?P<name>\w+)'\), (?P<kind>\w+)\(")
 _ORIGINS = re.compile(r"origins=OrderedSet\(\[(?P<names>[^\]]*)\]\)")
@@ -16,30 +17,41 @@ _SCHEDULED = re.compile(r"^(?P<name>\w+): (?P<kind>\w*SchedulerNode)\((?P<of>.*)
 _OUTPUT = re.compile(r"^\s{4}(?P<name>buf\w+): ", re.MULTILINE)
 _DEFINED = re.compile(r"^(?P<name>\w+) = async_compile\.(?P<how>\w+)\((?P<head>.*?)'''(?P<code>.*?)'''", re.MULTILINE | re.DOTALL)  # fmt: skip
 _CALLED = re.compile(r"^\s+(?:(?P<result>buf\w+) = )?(?P<name>[A-Za-z_][\w.]*?)(?:\.run)?\((?P<args>.*)\)\s*$")  # fmt: skip
-_COMMENT = re.compile(r"# Topologically Sorted Source Nodes: \[(?P<nodes>.*?)\], Original ATen: \[(?P<aten>.*?)\]")  # fmt: skip
+_LIBRARY = re.compile(r"(extern_kernels|aten|torch\.ops|mkldnn)\b")
 _ALLOCATED = re.compile(r"^\s+(?P<name>buf\w+) = empty_strided\w*\(\((?P<size>[^)]*)\), \([^)]*\), torch\.(?P<dtype>\w+)", re.MULTILINE)  # fmt: skip
 _REUSED = re.compile(r"^\s+(?P<name>buf\w+) = (?:reinterpret_tensor\()?(?P<old>buf\w+)\b.*# reuse", re.MULTILINE)  # fmt: skip
 _NOT_KERNELS = ("empty_strided", "assert_", "reinterpret_tensor", "del", "args.", "return", "torch._C",
                 "start_graph", "end_graph", "run_intermediate", "raise", "stream", "alloc_from_pool",
                 "get_raw_stream", "with", "as_strided")  # fmt: skip
+_TRITON_KINDS = {"tem": "template", "red": "reduction", "per": "reduction", "poi": "pointwise",
+                 "for": "pointwise"}  # fmt: skip
 _WIDTH = {"bool": 1, "float64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "int16": 2, "int8": 1,
           "uint8": 1, "complex64": 8, "complex128": 16, "float8_e4m3fn": 1, "float8_e5m2": 1}  # fmt: skip
 
 
-def read_inductor(code: str, path: str | None, graph: str, fusion: list[str], scheduled: str | None) -> Inductor:  # fmt: skip
-    """One graph. ``fusion``: the scheduler's messages; ``scheduled``: its nodes after fusion.
+@dataclass
+class Lowered:
+    """What torch told of one graph on its way through Inductor."""
 
-    ``scheduled`` is None where the code came from a cache: nothing was scheduled then.
-    """
-    nodes = {node.name: node for node in read_graph("post_grad", graph).nodes}
-    origins, kinds = _candidates(fusion)
-    groups = None if scheduled is None else _groups(scheduled, origins, kinds)
-    kernels = _kernels(code, groups, nodes)
-    return Inductor(
-        _stage(code), kernels,
-        None if groups is None else _unfused(fusion, groups, scheduled or ""),
-        _buffers(code), None, code, path,
-    )  # fmt: skip
+    code: str
+    path: str | None
+    graph: str
+    """The ATen graph that was lowered, printed."""
+    fusion: list[str]
+    """The scheduler's messages."""
+    scheduled: str | None
+    """Its nodes after fusion; None where the code came from a cache: nothing was scheduled then."""
+    captured: dict[str, Line]
+    """Lines of the captured graph's nodes by their names."""
+
+
+def read_inductor(told: Lowered) -> Inductor:
+    origins, kinds = _candidates(told.fusion)
+    groups = None if told.scheduled is None else _groups(told.scheduled, origins, kinds)
+    kernels = _Kernels(told, groups).found
+    apart = None if groups is None else _unfused(told.fusion, groups, told.scheduled or "")
+    code = told.code
+    return Inductor(_stage(code), kernels, apart, _buffers(code), None, code, told.path)
 
 
 def _stage(code: str) -> str:
@@ -76,14 +88,26 @@ def _groups(scheduled: str, origins: dict[str, list[str]], kinds: dict[str, str]
         parts = [_kind_of(member, part, kinds) for member in members]
         nodes = list(dict.fromkeys(n for member in members for n in origins.get(member, ())))
         first = part.split(".snodes[0]", 1)[0]
-        groups.append(Group(head["name"], _strongest(parts), parts, nodes, list(dict.fromkeys(_OUTPUT.findall(first)))))  # fmt: skip
+        groups.append(
+            Group(
+                head["name"],
+                _strongest(parts),
+                parts,
+                nodes,
+                list(dict.fromkeys(_OUTPUT.findall(first))),
+            )
+        )
     return groups
 
 
 def _kind_of(member: str, text: str, kinds: dict[str, str]) -> str:
     if member in kinds:
         kind = kinds[member]
-        return kind if kind in ("pointwise", "reduction") else {"scan": "reduction", "sort": "reduction"}.get(kind, "pointwise")  # fmt: skip
+        return (
+            kind
+            if kind in ("pointwise", "reduction")
+            else {"scan": "reduction", "sort": "reduction"}.get(kind, "pointwise")
+        )
     own = re.search(rf"^{member}: (\w+)\((.*)\)$", text, re.MULTILINE)
     what = own[0] if own else text
     if "Template" in what:
@@ -103,31 +127,70 @@ def _strongest(parts: list[str]) -> str:
 # ---- the code ------------------------------------------------------------------------------------
 
 
-def _kernels(code: str, groups: list[Group] | None, nodes: dict[str, Node]) -> list[Kernel]:
+class _Kernels:
     """Launches in the order of the call, joined with fusion groups by the buffers they write."""
-    defined = {match["name"]: match for match in _DEFINED.finditer(code)}
-    left = list(groups or ())
-    kernels = []
-    comment: re.Match[str] | None = None
-    for line in _body(code):
-        if found := _COMMENT.search(line):
-            comment = found
-            continue
-        match = _CALLED.match(line)
-        if match is None or match["name"].startswith(_NOT_KERNELS):
-            continue
-        name = match["name"]
-        known = defined.get(name)
-        if known is None and not re.match(
-            r"(extern_kernels|aten|torch\.ops|mkldnn|_\w+_ops)", name
-        ):
-            continue
+
+    def __init__(self, told: Lowered, groups: list[Group] | None) -> None:
+        self.nodes = {node.name: node for node in read_graph("lowered", told.graph).nodes}
+        self.captured = told.captured
+        self.groups, self.left = groups, list(groups or ())
+        self.used: set[str] = set()
+        self.found: list[Kernel] = []
+        defined = {match["name"]: match for match in _DEFINED.finditer(told.code)}
+        comment = ""
+        for line in _body(told.code):
+            if "# Topologically Sorted Source Nodes: " in line:
+                comment = line
+                continue
+            match = _CALLED.match(line)
+            if match is None or match["name"].startswith(_NOT_KERNELS):
+                continue
+            if match["name"] in defined or _LIBRARY.match(match["name"]):
+                self._launch(match["name"], defined.get(match["name"]), line, comment)
+                comment = ""
+
+    def _launch(self, name: str, known: re.Match[str] | None, line: str, comment: str) -> None:
         touched = set(re.findall(r"buf\w+", line))
-        own = [group for group in left if touched & set(group.buffers)]
-        left = [group for group in left if group not in own]
-        kernels.append(_kernel(name, known, own if groups is not None else None, comment, nodes))
-        comment = None
-    return kernels
+        own = [group for group in self.left if touched & set(group.buffers)]
+        self.left = [group for group in self.left if group not in own]
+        if known is None:
+            kind, language, source, schedule = "extern", "extern", None, {}
+            origins = self._library_origin(name, comment)
+            for group in own:
+                group.nodes = group.nodes or origins
+        else:
+            language = "triton" if known["how"] == "triton" else "cpp"
+            source = known["code"].strip("\n")
+            kind = _kind_by_name(name, source)
+            schedule = (
+                _triton_schedule(known["head"], source) if language == "triton" else _loops(source)
+            )
+            origins = list(dict.fromkeys(n for group in own for n in group.nodes))
+        if "tileops" in name:
+            kind = "tileops"
+        elif own:
+            kind = _strongest([part for group in own for part in group.parts])
+        lines = [self.nodes[n].line for n in origins if n in self.nodes]
+        groups = None if self.groups is None else own
+        self.found.append(
+            Kernel(
+                name, kind, language, groups, origins or None, _distinct(lines), source, schedule
+            )
+        )
+
+    def _library_origin(self, name: str, comment: str) -> list[str]:
+        """The node of a library's call: by the operator's name, and the line that the comment names."""
+        sources = _names(comment.split("Nodes: [", 1)[1].split("]", 1)[0]) if comment else []
+        places = {(at.file, at.number) for n in sources if (at := self.captured.get(n))}
+        parts = [part for part in name.split(".") if part not in ("default", "out")]
+        named = [
+            node for node in self.nodes.values()
+            if node.name not in self.used and parts[-1] in node.target.split(".")
+        ]  # fmt: skip
+        near = [n for n in named if n.line and (n.line.file, n.line.number) in places]
+        chosen = [node.name for node in (near or named)[:1]]
+        self.used.update(chosen)
+        return chosen
 
 
 def _body(code: str) -> list[str]:
@@ -144,42 +207,13 @@ def _body(code: str) -> list[str]:
     return body
 
 
-def _kernel(name: str, known: re.Match[str] | None, groups: list[Group] | None,
-            comment: re.Match[str] | None, nodes: dict[str, Node]) -> Kernel:  # fmt: skip
-    if known is None:
-        kind, language, source, schedule = "extern", "extern", None, {}
-    else:
-        language = "triton" if known["how"] == "triton" else "cpp"
-        source = known["code"].strip("\n")
-        kind = _kind_by_name(name, source)
-        schedule = _triton_schedule(known["head"], source) if language == "triton" else _loops(source)  # fmt: skip
-    if "tileops" in name:
-        kind = "tileops"
-    elif groups:
-        kind = _strongest([part for group in groups for part in group.parts])
-    origins = list(dict.fromkeys(n for group in groups or () for n in group.nodes))
-    if not origins and comment:  # a library's call says itself what it computes
-        aten = {each.strip().removeprefix("aten.") for each in comment["aten"].split(",")}
-        origins = [n.name for n in nodes.values() if _aten_name(n) in aten and n.opcode != "output"]
-        origins = origins if len(origins) == 1 else []
-        for group in groups or ():
-            group.nodes = group.nodes or origins
-    lines = [nodes[n].line for n in origins if n in nodes]
-    return Kernel(name, kind, language, groups, origins or None, _distinct(lines), source, schedule)
-
-
-def _aten_name(node: Node) -> str:
-    return node.target.removeprefix("torch.ops.aten.").split(".", 1)[0]
-
-
 def _distinct(lines: list[Line | None]) -> list[Line]:
     return list({(line.file, line.number): line for line in lines if line is not None}.values())
 
 
 def _kind_by_name(name: str, source: str) -> str:
-    for mark, kind in (("triton_tem", "template"), ("triton_red", "reduction"), ("triton_per", "reduction"), ("triton_poi", "pointwise"), ("triton_for", "pointwise")):  # fmt: skip
-        if name.startswith(mark):
-            return kind
+    if mark := re.match(r"triton_(tem|red|per|poi|for)_", name):
+        return _TRITON_KINDS[mark[1]]
     if "gemm" in name:
         return "template"
     return "reduction" if "tmp_acc" in source or "reduction(" in source else "pointwise"
@@ -192,7 +226,9 @@ def _triton_schedule(head: str, source: str) -> dict[str, Any]:
     for name in ("num_warps", "num_stages", "reduction_hint", "tile_hint"):
         if value := re.search(rf"\b{name}\b['\"]?\s*[=:]\s*([\w.]+)", head + source):
             found[name] = value[1]
-    found.update(re.findall(r"\b([XYRZ]\d?_?BLOCK\w*|BLOCK_\w+)\s*:\s*tl\.constexpr\s*=\s*(\d+)", source))  # fmt: skip
+    found.update(
+        re.findall(r"\b([XYRZ]\d?_?BLOCK\w*|BLOCK_\w+)\s*:\s*tl\.constexpr\s*=\s*(\d+)", source)
+    )
     return found
 
 
@@ -208,7 +244,9 @@ def _loops(source: str) -> dict[str, Any]:
     if found["vectorized"] and steps:
         found["vector_width"] = max(steps)
     threads = re.search(r"#pragma omp parallel num_threads\((\d+)\)", source)
-    found["threads"] = int(threads[1]) if threads else (None if "#pragma omp parallel" in source else 1)  # fmt: skip
+    found["threads"] = (
+        int(threads[1]) if threads else (None if "#pragma omp parallel" in source else 1)
+    )
     return found
 
 
@@ -224,7 +262,9 @@ def _buffers(code: str) -> list[Buffer]:
         sizes = [part.strip() for part in match["size"].split(",") if part.strip()]
         known = all(size.isdigit() for size in sizes)
         width = _WIDTH.get(match["dtype"], 4)
-        found.append(Buffer(match["name"], math.prod(map(int, sizes)) * width if known else None, None))  # fmt: skip
+        found.append(
+            Buffer(match["name"], math.prod(map(int, sizes)) * width if known else None, None)
+        )
     found += [Buffer(match["name"], None, match["old"]) for match in _REUSED.finditer(body)]
     return found
 

@@ -42,7 +42,9 @@ def read_eager(recorded: list[Recorded], in_graphs: set[str]) -> list[OpNode]:
         name, _, rest = key.partition("(")
         if each.kind == "plan" and key not in in_graphs:
             served = _served(_last(key), [each])
-            found[key] = OpNode(name, f"({rest}" if rest else "", None, None, *served, False, [], None, None)  # fmt: skip
+            found[key] = OpNode(
+                name, f"({rest}" if rest else "", None, None, *served, False, [], None, None
+            )
     return list(found.values())
 
 
@@ -81,7 +83,13 @@ def _last(key: str) -> Any:
 def _served(last: Any, plans: list[Recorded]) -> tuple[Any, ...]:
     """Target, who decided it, kernel, refusals, build identity."""
     if last is not None:
-        return last.target, last.decided_by, last.kernel, dict(last.refused), repr(last.build) if last.build else None  # fmt: skip
+        return (
+            last.target,
+            last.decided_by,
+            last.kernel,
+            dict(last.refused),
+            repr(last.build) if last.build else None,
+        )
     if plans:
         told = plans[-1].data
         return told["target"], told["decided_by"], told["kernel"], dict(told["refused"]), None

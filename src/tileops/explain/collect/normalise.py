@@ -23,6 +23,7 @@ STAGES = {
     "aot_inference_graph": "inference",
 }
 _IN_PLACE = re.compile(r"(?<![_\W])\w*[a-z0-9]_$")
+_WRITTEN = re.compile(r"^\s*(\w+),\s*# InputMutationAOTOutput", re.MULTILINE)
 _SAVED = re.compile(r"^\s*(\w+),\s*# SavedForBackwardsAOTOutput", re.MULTILINE)
 
 
@@ -33,10 +34,11 @@ def read_normalisation(texts: dict[str, str], capture: Graph | None) -> Normalis
     first = by_stage.get("forward") or by_stage.get("inference")
     made = _for_the_result(first) if first else []
     seen = [node for node in capture.nodes if _computes(node)] if capture else []
+    copies = _copies(first) if first else []
     return Normalisation(
         graphs,
-        _rewrites(seen, made),
-        [node.name for node in made if node.target.startswith("torch.ops.aten.copy_.")],
+        _rewrites(seen, made, copies),
+        copies,
         _decompositions(seen, made),
         _partition(by_stage),
     )
@@ -60,6 +62,13 @@ def short(target: str) -> str:
     return target.removeprefix("torch.ops.").removesuffix(".default")
 
 
+def _copies(graph: Graph) -> list[str]:
+    """Writes to inputs: by ``copy_`` in the graph, or of a returned value, where the backend wants
+    its graph without effects."""
+    inside = [node.name for node in graph.nodes if node.target.startswith("torch.ops.aten.copy_.")]
+    return inside + _WRITTEN.findall(graph.code)
+
+
 def _place(line: Line | None) -> tuple[str, int] | None:
     return None if line is None else (line.file, line.number)
 
@@ -74,25 +83,26 @@ def writes(node: Node) -> bool:
     return bool(_IN_PLACE.search(name)) and not name.startswith("__") and name != "requires_grad_"
 
 
-def _rewrites(seen: list[Node], made: list[Node]) -> list[Rewrite]:
+def _rewrites(seen: list[Node], made: list[Node], copies: list[str]) -> list[Rewrite]:
     found = []
+    written = set(copies) | {n for node in made if node.name in copies for n in node.inputs}
     for node in seen:
         if not writes(node):
             continue
         place = _place(node.line)
-        after = [each for each in made if place and _place(each.line) == place]
-        copies = any(each.target.startswith("torch.ops.aten.copy_.") for each in after)
-        # Torch gives the write back to an input no line: it is told by the value that it copies.
-        names = {each.name for each in after}
-        copies = copies or any(
-            each.target.startswith("torch.ops.aten.copy_.") and names & set(each.inputs)
-            for each in made
-        )
-        call = f"{node.inputs[0] if node.inputs else ''}.{node.target}" if node.opcode == "call_method" else node.target  # fmt: skip
-        args = node.args.split(", ", 1)[1] if node.opcode == "call_method" and ", " in node.args else ("" if node.opcode == "call_method" else node.args)  # fmt: skip
-        forms = [f"{each.name} = {short(each.target)}({each.args})" for each in after if _computes(each)]  # fmt: skip
-        found.append(Rewrite(node.line, f"{call}({args})", forms, copies))
+        after = [each for each in made if place and _place(each.line) == place and _computes(each)]
+        # A copy back to an input has a line of its own or none: it is told by the value it copies.
+        copy = any(each.name in written for each in after)
+        forms = [f"{each.name} = {short(each.target)}({each.args})" for each in after]
+        found.append(Rewrite(node.line, _as_written(node), forms, copy))
     return found
+
+
+def _as_written(node: Node) -> str:
+    if node.opcode != "call_method":
+        return f"{node.target}({node.args})"
+    own, _, args = node.args.partition(", ")
+    return f"{own}.{node.target}({args})"
 
 
 def _decompositions(seen: list[Node], made: list[Node]) -> list[Decomposition]:

@@ -34,7 +34,10 @@ def render(report: Report, *, width: int | None = None) -> str:
 
 def _fold(line: str, columns: int) -> str:
     indent = " " * (len(line) - len(line.lstrip()) + 2)
-    return "\n".join(textwrap.wrap(line, columns, subsequent_indent=indent, break_on_hyphens=False)) or ""  # fmt: skip
+    return (
+        "\n".join(textwrap.wrap(line, columns, subsequent_indent=indent, break_on_hyphens=False))
+        or ""
+    )
 
 
 def _where(line: Line | None) -> str:
@@ -84,7 +87,7 @@ def _compilation(one: Compilation) -> Iterable[str]:
         nodes = [node for node in one.capture.nodes if node.opcode.startswith("call")]
         yield f"  Capture: {_count(len(nodes), 'operation')}"
         for node in nodes:
-            yield f"    {node.name:<16} {node.opcode:<14} {node.target}({node.args})  {_where(node.line)}"  # fmt: skip
+            yield f"    {node.name:<16} {node.opcode:<14} {node.target}({node.args})  {_where(node.line)}"
     for inlined in one.inlined or ():
         yield f"    inlined {inlined.function}, {_count(inlined.times, 'time')}  {_code(inlined.at)}"
     for loop in one.loops or ():
@@ -109,7 +112,9 @@ def _break(each: Break) -> Iterable[str]:
     yield f"  Break ({each.kind}): {_code(each.at)}"
     yield f"    {each.reason}"
     if each.crossing is not None:
-        values = ", ".join(f"{n.name} {n.dtype or ''} {n.shape or ''} {size(n.bytes)}" for n in each.crossing)  # fmt: skip
+        values = ", ".join(
+            f"{n.name} {n.dtype or ''} {n.shape or ''} {size(n.bytes)}" for n in each.crossing
+        )
         yield f"    values that cross: {values or 'none'}"
     if each.extra_launches:
         yield f"    cost: {_count(each.extra_launches, 'more graph call')} in each call"
@@ -120,7 +125,7 @@ def _recompile(again: Recompile) -> Iterable[str]:
     limit = _UNKNOWN if again.limit is None else again.limit
     yield f"  Recompiled: version {again.count} of at most {limit}"
     for failure in again.failures:
-        yield f"    {failure.source or 'guard'} {failure.property or ''}: expected {failure.expected or _UNKNOWN}, got {failure.actual or _UNKNOWN}"  # fmt: skip
+        yield f"    {failure.source or 'guard'} {failure.property or ''}: expected {failure.expected or _UNKNOWN}, got {failure.actual or _UNKNOWN}"
         yield f"    mend: {failure.advice}"
 
 
@@ -145,22 +150,22 @@ def _normalisation(made: Normalisation) -> Iterable[str]:
         yield f"    {_where(change.at)}: {', '.join(change.before)} → {', '.join(change.after)}"
     if made.partition:
         part = made.partition
-        yield f"    saved for backward: {size(part.saved_bytes)} (all that backward reads: {size(part.save_all_bytes)})"  # fmt: skip
+        yield f"    saved for backward: {size(part.saved_bytes)} (all that backward reads: {size(part.save_all_bytes)})"
         for name, kept in (("save", part.saved), ("recompute", part.recomputed)):
             for each in kept:
-                yield f"      {name} {each.name} = {each.target}, {size(each.bytes)}  {_where(each.at)}"  # fmt: skip
+                yield f"      {name} {each.name} = {each.target}, {size(each.bytes)}  {_where(each.at)}"
 
 
 def _inductor(lowered: Inductor) -> Iterable[str]:
     yield f"  Inductor ({lowered.stage}): {_count(len(lowered.kernels), 'kernel')}"
     for kernel in lowered.kernels:
         nodes = _UNKNOWN if kernel.nodes is None else ", ".join(kernel.nodes)
-        yield f"    {kernel.name}  {kernel.kind}, {kernel.language}: {nodes}  [{', '.join(map(_where, kernel.lines))}]"  # fmt: skip
+        yield f"    {kernel.name}  {kernel.kind}, {kernel.language}: {nodes}  [{', '.join(map(_where, kernel.lines))}]"
     if lowered.unfused is None:
         yield f"    not fused: {_UNKNOWN}, the code came from a cache"
     for apart in lowered.unfused or ():
         first, second = ", ".join(apart.first_nodes), ", ".join(apart.second_nodes)
-        yield f"    not fused: {first or apart.first} | {second or apart.second}: {apart.reason or 'torch gave no reason'}"  # fmt: skip
+        yield f"    not fused: {first or apart.first} | {second or apart.second}: {apart.reason or 'torch gave no reason'}"
 
 
 def _run(one: Compilation) -> Iterable[str]:
@@ -175,7 +180,7 @@ def _run(one: Compilation) -> Iterable[str]:
 
 def _op(op: OpNode) -> Iterable[str]:
     yield f"  tileops {op.op}{op.parameters}  {_where(op.at)}"
-    yield f"    target {op.target or _UNKNOWN} (by {op.decided_by or _UNKNOWN}), kernel {op.kernel or _UNKNOWN}"  # fmt: skip
+    yield f"    target {op.target or _UNKNOWN} (by {op.decided_by or _UNKNOWN}), kernel {op.kernel or _UNKNOWN}"
     for name, reason in op.refused.items():
         yield f"    refused {name}: {reason}"
     if op.not_fused:
@@ -184,7 +189,7 @@ def _op(op: OpNode) -> Iterable[str]:
 
 def _rest(report: Report) -> Iterable[str]:
     for call in report.calls or ():
-        yield f"call of {call.function}: {call.seconds:.2f} s, {_count(len(call.compiled), 'compilation')}"  # fmt: skip
+        yield f"call of {call.function}: {call.seconds:.2f} s, {_count(len(call.compiled), 'compilation')}"
     for op in report.eager_ops:
         yield from _op(op)
     for each in report.unknown:
