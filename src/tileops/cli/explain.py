@@ -90,8 +90,12 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _count(report: Report, condition: str) -> int:
-    found = {"break": report.breaks, "recompile": report.recompiles, "unfused": report.unfused}
-    return len(found[condition])
+    counts = {
+        "break": len(report.breaks),
+        "recompile": len(report.recompiles),
+        "unfused": len(report.unfused),
+    }
+    return counts[condition]
 
 
 def _load(text: str) -> Callable[..., Any]:
@@ -110,7 +114,7 @@ def _load(text: str) -> Callable[..., Any]:
     if not callable(found):
         known = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
         raise _RequestError(f"{file} has no callable {name!r}; it has {', '.join(known)}")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _tensor(spec: str, *, training: bool) -> Any:

@@ -71,7 +71,9 @@ def explain(
     }
     report.settings = {key: _plain(value) for key, value in chosen.items()}
     graphs = mode in ("reduce-overhead", "max-autotune") or backend == "cudagraphs"
-    with private.untouched():
+    tensors = _tensors(target, args, kwargs or {})
+    cpu = backend == "inductor" and any(each.device.type == "cpu" for each in tensors)
+    with private.untouched(cpu=cpu):
         compiled = torch.compile(
             _own_code(target), backend=backend, dynamic=dynamic, mode=mode, fullgraph=fullgraph
         )
@@ -80,7 +82,7 @@ def explain(
             with torch.set_grad_enabled(torch.is_grad_enabled() if training is None else training):
                 report.result = compiled(*args, **(kwargs or {}))
                 if training:
-                    _backward(target, args, kwargs or {}, report.result)
+                    _backward(tensors, report.result)
             seconds = time.perf_counter() - started
     report.calls = [Call(name, seconds, [one.id for one in report.compilations])]
     return report
@@ -104,14 +106,20 @@ def _own_code(target: Any) -> Any:
     return own
 
 
-def _backward(target: Any, args: Any, kwargs: Any, result: Any) -> None:
-    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-    leaves += list(target.parameters()) if isinstance(target, torch.nn.Module) else []
-    wanted = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    outputs = [
-        out for out in torch.utils._pytree.tree_leaves(result)
-        if isinstance(out, torch.Tensor) and out.requires_grad
-    ]  # fmt: skip
+def _tensors(*given: Any) -> list[torch.Tensor]:
+    found = []
+    for leaf in torch.utils._pytree.tree_leaves(given):
+        if isinstance(leaf, torch.nn.Module):
+            found += [*leaf.parameters(), *leaf.buffers()]
+        elif isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+    return found
+
+
+def _backward(given: list[torch.Tensor], result: Any) -> None:
+    """Through the graph and no further: ``.grad`` of nothing changes."""
+    wanted = [each for each in given if each.requires_grad]
+    outputs = [each for each in _tensors(result) if each.requires_grad]
     if wanted and outputs:
-        ones = [torch.ones_like(out) for out in outputs]
+        ones = [torch.ones_like(each) for each in outputs]
         torch.autograd.grad(outputs, wanted, ones, allow_unused=True, retain_graph=True)

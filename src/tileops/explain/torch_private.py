@@ -10,6 +10,7 @@ import copy
 import functools
 import logging
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ def limit() -> int | None:
 def computed_table(operator: str) -> str | None:
     """Torch's own text: a line for each dispatch key that something serves."""
     try:
-        return torch._C._dispatch_dump_table(operator)
+        return torch._C._dispatch_dump_table(operator) or None
     except (AttributeError, RuntimeError):
         return None
 
@@ -122,7 +123,7 @@ def key_set(device: str, *, gradient: bool) -> Any:
         except RuntimeError:  # a device without this functionality
             continue
         keys = one if keys is None else keys | one
-    return keys - torch._C._dispatch_tls_local_exclude_set()
+    return None if keys is None else keys - torch._C._dispatch_tls_local_exclude_set()
 
 
 def redispatch(keys: Any) -> Iterator[tuple[str, Any]]:
@@ -138,10 +139,21 @@ def redispatch(keys: Any) -> Iterator[tuple[str, Any]]:
 
 
 @contextlib.contextmanager
-def untouched() -> Iterator[None]:
-    """What the block compiles, and what torch learns by it, is gone afterwards."""
+def untouched(*, cpu: bool) -> Iterator[None]:
+    """What the block compiles, and what torch learns by it, is gone afterwards. ``cpu``: it may
+    compile C++."""
+    if cpu:
+        _probe_processor()
     with _private_disk(), _same_shapes_state(), _forgotten_code():
         yield
+
+
+def _probe_processor() -> None:
+    """Inductor compiles a program for each instruction set to see whether it runs: a fact about the
+    machine, which is looked up in the user's cache and not found out anew."""
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    pick_vec_isa()
 
 
 @contextlib.contextmanager
@@ -174,7 +186,7 @@ def _forgotten_code() -> Iterator[None]:
 
     fresh: list[Any] = []
 
-    def seen(code: Any, _: Any) -> None:
+    def seen(code: types.CodeType, new_code: types.CodeType) -> None:
         if not compiled_times(code):
             fresh.append(code)
 

@@ -15,7 +15,7 @@ from tileops.explain.collect.events import Event
 from tileops.explain.collect.graphs import read_graph
 from tileops.explain.collect.guards import read_guards, read_recompile
 from tileops.explain.collect.inductor import Lowered, read_inductor
-from tileops.explain.collect.nodes import key_of, read_eager, read_nodes
+from tileops.explain.collect.nodes import read_eager, read_nodes
 from tileops.explain.collect.normalise import STAGES, read_normalisation
 from tileops.explain.collect.run import read_caches, read_cuda_graphs, read_phases
 from tileops.explain.model import Compilation, Line, Report, Unknown
@@ -40,8 +40,7 @@ def assemble(
     captured = [one.capture for one in report.compilations if one.capture]
     gradient = any(g.stage == "joint" for g in graphs)
     report.dispatch = read_dispatch([*captured, *graphs], gradient=gradient)
-    named = {key_of(node) for one in report.compilations for node in one.ops}
-    report.eager_ops = read_eager(recorded, named)
+    report.eager_ops = read_eager(recorded, report.compilations)
     report.sources = _sources(report)
     report.unknown = _unknown(report)
 

@@ -15,30 +15,34 @@ from tileops.explain.model import Break, Graph, Inlined, Line, Loop
 _STACK_LINE = re.compile(r'^\s*File "(?P<file>.+?)", line (?P<number>\d+), in (?P<function>.+)$')
 _AT = re.compile(r"Graph break in user code at (?P<file>.+?):(?P<number>\d+)\n")
 _SOURCE = re.compile(r"TRACE starts_line (?P<file>.+?):(?P<number>\d+) in (?P<function>\S+)")
-_CALL = re.compile(r"TRACE inlined call (?P<what>\S+) from (?P<file>.+?):(?P<number>\d+) in (?P<function>\S+)")  # fmt: skip
-
-# Which words of torch's reason tell the kind, and what mends it. The first that fits.
-_KINDS = (
-    ("print", r"builtin `?print|builtin operator `print`|logging (function|method)",
-     "Print outside the compiled function, or let torch do it after the graph: "
-     "torch._dynamo.config.reorderable_logging_functions.add(print)."),
-    ("item", r"\.item\(\)|\.tolist\(\)|data[- ]dependent (?!branch|jump|control)|DataDependentOutput",
-     "Keep the value a tensor: use torch.where, or index with a 0-dim tensor. Where Python needs the "
-     "number, set torch._dynamo.config.capture_scalar_outputs = True, or read it outside."),
-    ("branch", r"[Dd]ata-dependent (branching|jump|control)|generic_jump",
-     "Choose by value without leaving the graph: torch.where for elements, torch.cond for work."),
-    ("generator", r"generator|yield",
-     "Build a list in a plain loop, or pass a list instead of a generator."),
-    ("skipped", r"marked as skipped|skip(ped)? function|in skipfiles|torch\.compiler\.disable|dynamo\.disable",
-     "Remove torch.compiler.disable where it is yours; else call it before or after the compiled part, "
-     "or wrap it as an operator with torch.library."),
-    ("builtin", r"builtin|Unsupported function call|unsupported|C(/C\+\+)? (function|extension)",
-     "Use a torch function in its place, call it outside the compiled function, or wrap it as an "
-     "operator with torch.library."),
-)  # fmt: skip
-_OTHER = (
-    "Read torch's hints; move what it names out of the compiled function, or write it with torch."
+_CALL = re.compile(
+    r"TRACE inlined call (?P<what>\S+) from (?P<file>.+?):(?P<number>\d+) in (?P<function>\S+)"
 )
+
+# Which words of torch's reason tell the kind: the first that fits.
+_KINDS = {
+    "print": r"builtin `?print|builtin operator `print`|logging (function|method)",
+    "item": r"\.item\(\)|\.tolist\(\)|data[- ]dependent (?!branch|jump|control)|DataDependentOutput",
+    "branch": r"[Dd]ata-dependent (branching|jump|control)|generic_jump",
+    "generator": r"generator|yield",
+    "skipped": r"marked as skipped|skip(ped)? function|in skipfiles|(compiler|dynamo)\.disable",
+    "builtin": r"builtin|[Uu]nsupported|C(/C\+\+)? (function|extension)",
+}
+_ADVICE = {
+    "print": """Print outside the compiled function, or let torch do it after the graph:
+        torch._dynamo.config.reorderable_logging_functions.add(print).""",
+    "item": """Keep the value a tensor: use torch.where, or index with a 0-dim tensor. Where Python
+        needs the number, set torch._dynamo.config.capture_scalar_outputs = True, or read it outside.""",
+    "branch": """Choose by value without leaving the graph: torch.where for elements, torch.cond for
+        work.""",
+    "generator": "Build a list in a plain loop, or pass a list instead of a generator.",
+    "skipped": """Remove torch.compiler.disable where it is yours; else call the function before or
+        after the compiled part, or wrap it as an operator with torch.library.""",
+    "builtin": """Use a torch function in its place, call it outside the compiled function, or wrap
+        it as an operator with torch.library.""",
+    "other": """Read torch's hints; move what it names out of the compiled function, or write it
+        with torch.""",
+}
 
 
 def read_break(event: Event) -> Break:
@@ -49,7 +53,8 @@ def read_break(event: Event) -> Break:
     )
     told = (reason[1] if reason else text).strip()
     stack = _user_stack(text)
-    kind, advice = _kind(told)
+    kind = _kind(told)
+    advice = " ".join(_ADVICE[kind].split())
     where = next(
         (line for line in reversed(stack) if at and line.number == int(at["number"])), None
     )
@@ -70,13 +75,10 @@ def _summary(told: str) -> str:
     return f"{head.rstrip('.')}. {rest}" if rest else head
 
 
-def _kind(told: str) -> tuple[str, str]:
+def _kind(told: str) -> str:
     cause = re.sub(r"^Encountered graph break.*?:\n", "", told, flags=re.DOTALL)
     cause = re.sub(r"^\s*Hint: .*$", "", cause, flags=re.MULTILINE)
-    for kind, pattern, advice in _KINDS:
-        if re.search(pattern, cause):
-            return kind, advice
-    return "other", _OTHER
+    return next((kind for kind, words in _KINDS.items() if re.search(words, cause)), "other")
 
 
 def _user_stack(text: str) -> list[Line]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 
 from tileops.explain import torch_private as private
+from tileops.explain.collect.normalise import short
 from tileops.explain.model import Dispatch, DispatchEntry, DispatchStep, Graph
 
-_ROW = re.compile(r"^(?P<key>\w+): (?P<what>fallthrough |)registered at (?P<where>.+?) \[(?P<kind>[^\]]+)\]$")  # fmt: skip
+_ROW = re.compile(
+    r"^(?P<key>\w+): (?P<what>fallthrough |)registered at (?P<where>.+?) \[(?P<kind>[^\]]+)\]$"
+)
 
 
 def read_dispatch(graphs: list[Graph], *, gradient: bool) -> list[Dispatch]:
@@ -17,13 +20,13 @@ def read_dispatch(graphs: list[Graph], *, gradient: bool) -> list[Dispatch]:
         for node in graph.nodes:
             if node.target.startswith("torch.ops."):
                 device = (node.device or "cpu").split(":", 1)[0]
-                devices.setdefault(node.target.removeprefix("torch.ops."), device)
+                devices.setdefault(short(node.target), device)
     return [_dispatch(name, device, gradient) for name, device in devices.items()]
 
 
 def _dispatch(name: str, device: str, gradient: bool) -> Dispatch:
     parts = name.split(".")
-    overload = "" if parts[-1] == "default" or len(parts) < 3 else f".{parts[2]}"
+    overload = f".{parts[2]}" if len(parts) > 2 else ""
     table = private.computed_table(f"{parts[0]}::{parts[1]}{overload}")
     if table is None:
         return Dispatch(name, [], None)
@@ -35,12 +38,16 @@ def _dispatch(name: str, device: str, gradient: bool) -> Dispatch:
     return Dispatch(name, entries, _visited(entries, device, gradient))
 
 
-def _visited(entries: list[DispatchEntry], device: str, gradient: bool) -> list[DispatchStep]:
+def _visited(
+    entries: list[DispatchEntry], device: str, gradient: bool
+) -> list[DispatchStep] | None:
     """By torch's rule: the highest key of the call's set that is no fallthrough; redispatch goes on
     with the keys below it. A composite kernel calls other operators, which dispatch for themselves."""
     served = {entry.key: entry.kernel for entry in entries}
-    steps = []
+    steps: list[DispatchStep] = []
     keys = private.key_set(device, gradient=gradient)
+    if keys is None:
+        return None
     passed: list[str] = []
     for key, _ in private.redispatch(keys):
         passed.append(key)

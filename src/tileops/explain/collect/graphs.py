@@ -11,10 +11,13 @@ import re
 
 from tileops.explain.model import Graph, Line, Node
 
-_LINE = re.compile(r"# File: (?P<file>.+?):(?P<number>\d+) in (?P<function>.+?)(?:, code: (?P<text>.*))?$")  # fmt: skip
-_TENSOR = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<shape>.*?)\](?:\[(?P<stride>.*?)\])?(?P<device>\w+(?::\d+)?)?")  # fmt: skip
+_LINE = re.compile(
+    r"# File: (?P<file>.+?):(?P<number>\d+) in (?P<function>.+?)(?:, code: (?P<text>.*))?$"
+)
+_TENSOR = re.compile(
+    r"(?P<dtype>[a-z]\w*)\[(?P<shape>.*?)\](?:\[(?P<stride>.*?)\])?(?P<device>\w+(?::\d+)?)?"
+)
 _PARAMETER = re.compile(r'(?P<name>\w+)(?:\s*:\s*"(?P<note>[^"]*)")?\s*,?\s*(?:#.*)?')
-_CLEARED = re.compile(r"^\w+( = \w+)* = None$")
 
 
 def read_graph(stage: str, code: str) -> Graph:
@@ -91,7 +94,7 @@ class _Reader:
             self._unparsed(text)
             return
         if isinstance(first, ast.AnnAssign) and isinstance(first.target, ast.Name):
-            note = first.annotation.value if isinstance(first.annotation, ast.Constant) else None
+            note = ast.unparse(first.annotation).strip("'\"")
             if first.value is None:
                 self._add(Node(first.target.id, "placeholder", first.target.id, ""), note)
             else:

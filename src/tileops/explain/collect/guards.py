@@ -99,7 +99,11 @@ def _literal(text: str) -> Any:
 # ---- recompilations ------------------------------------------------------------------------------
 
 _REASON = re.compile(r"^(?P<id>!?[\d/]+): (?P<guard>.*)$", re.DOTALL)
-_TENSOR_REASON = re.compile(r"tensor '(?P<source>.+?)' (?P<what>.+?) mismatch(?: at index (?P<index>\d+))?\.?,? expected (?P<expected>.+?), actual (?P<actual>.+)$", re.DOTALL)  # fmt: skip
+_TENSOR_REASON = re.compile(
+    r"tensor '(?P<source>.+?)' (?P<what>.+?) mismatch(?: at index (?P<index>\d+))?\.?,? "
+    r"expected (?P<expected>.+?), actual (?P<actual>.+)$",
+    re.DOTALL,
+)
 # Torch writes a local's name plain from 2.13 on, `L['n']` before.
 _COMPARED = re.compile(
     r"^(?P<source>[A-Za-z_]\w*(?:\.\w+|\[[^\]]+\])*) (?:==|is) (?P<expected>.+)$"

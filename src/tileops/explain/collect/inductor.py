@@ -15,11 +15,22 @@ _ORIGINS = re.compile(r"origins=OrderedSet\(\[(?P<names>[^\]]*)\]\)")
 _REFUSED = re.compile(r"^cannot fuse (?P<first>\w+) with (?P<second>\w+): (?P<why>.*)$", re.DOTALL)
 _SCHEDULED = re.compile(r"^(?P<name>\w+): (?P<kind>\w*SchedulerNode)\((?P<of>.*)\)$", re.MULTILINE)
 _OUTPUT = re.compile(r"^\s{4}(?P<name>buf\w+): ", re.MULTILINE)
-_DEFINED = re.compile(r"^(?P<name>\w+) = async_compile\.(?P<how>\w+)\((?P<head>.*?)'''(?P<code>.*?)'''", re.MULTILINE | re.DOTALL)  # fmt: skip
-_CALLED = re.compile(r"^\s+(?:(?P<result>buf\w+) = )?(?P<name>[A-Za-z_][\w.]*?)(?:\.run)?\((?P<args>.*)\)\s*$")  # fmt: skip
+_DEFINED = re.compile(
+    r"^(?P<name>\w+) = async_compile\.(?P<how>\w+)\((?P<head>.*?)'''(?P<code>.*?)'''",
+    re.MULTILINE | re.DOTALL,
+)
+_CALLED = re.compile(
+    r"^\s+(?:(?P<result>buf\w+) = )?(?P<name>[A-Za-z_][\w.]*?)(?:\.run)?\((?P<args>.*)\)\s*$"
+)
+_LOOP = re.compile(r"for\((?:int64_t|long) (\w+)=.*?; \1<(.*?); \1\+=(.*)\)$", re.MULTILINE)
 _LIBRARY = re.compile(r"(extern_kernels|aten|torch\.ops|mkldnn)\b")
-_ALLOCATED = re.compile(r"^\s+(?P<name>buf\w+) = empty_strided\w*\(\((?P<size>[^)]*)\), \([^)]*\), torch\.(?P<dtype>\w+)", re.MULTILINE)  # fmt: skip
-_REUSED = re.compile(r"^\s+(?P<name>buf\w+) = (?:reinterpret_tensor\()?(?P<old>buf\w+)\b.*# reuse", re.MULTILINE)  # fmt: skip
+_ALLOCATED = re.compile(
+    r"^\s+(?P<name>buf\w+) = empty_strided\w*\(\((?P<size>[^)]*)\), \([^)]*\), torch\.(?P<dtype>\w+)",
+    re.MULTILINE,
+)
+_REUSED = re.compile(
+    r"^\s+(?P<name>buf\w+) = (?:reinterpret_tensor\()?(?P<old>buf\w+)\b.*# reuse", re.MULTILINE
+)
 _NOT_KERNELS = ("empty_strided", "assert_", "reinterpret_tensor", "del", "args.", "return", "torch._C",
                 "start_graph", "end_graph", "run_intermediate", "raise", "stream", "alloc_from_pool",
                 "get_raw_stream", "with", "as_strided")  # fmt: skip
@@ -234,11 +245,10 @@ def _triton_schedule(head: str, source: str) -> dict[str, Any]:
 
 def _loops(source: str) -> dict[str, Any]:
     """Loops of the C++ from the outside in, with ends and steps; vector width; threads."""
-    loops = []
-    for match in re.finditer(
-        r"for\((?:int64_t|long) (\w+)=.*?; \1<(.*?); \1\+=(.*)\)$", source, re.MULTILINE
-    ):
-        loops.append({"index": match[1], "end": _number(match[2]), "step": _number(match[3])})
+    loops = [
+        {"index": match[1], "end": _number(match[2]), "step": _number(match[3])}
+        for match in _LOOP.finditer(source)
+    ]
     found: dict[str, Any] = {"loops": loops, "vectorized": "Vectorized<" in source}
     steps = [loop["step"] for loop in loops if isinstance(loop["step"], int) and loop["step"] > 1]
     if found["vectorized"] and steps:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import dataclass, field
 from typing import Any
 
 from tileops.engine.boundary.instances import live_states
+from tileops.engine.boundary.stamp import split_key
+from tileops.engine.op import Op
 from tileops.engine.record import Event as Recorded
 from tileops.explain.model import Compilation, Kernel, OpNode
 
@@ -18,88 +21,74 @@ def read_nodes(one: Compilation, recorded: list[Recorded]) -> list[OpNode]:
     kernels = [kernel for each in one.inductor for kernel in each.kernels]
     found = []
     for node in one.capture.nodes:
-        if not node.target.startswith("torch.ops.tileops."):
-            continue
-        key = _key(node.args)
-        name, _, rest = key.partition("(")
-        last = _last(key)
-        plans = [each for each in recorded if each.kind == "plan" and each.data.get("key") == key]
-        found.append(
-            OpNode(
-                name, f"({rest}" if rest else "", node.name, node.line,
-                *_served(last, plans), _hit(last, plans), [],
-                None, _OPAQUE if _own(node.target, kernels) else None,
-            )
-        )  # fmt: skip
+        if node.target.startswith("torch.ops.tileops."):
+            op = _op(_spelled(node.args), recorded)
+            op.node, op.at = node.name, node.line
+            op.not_fused = _OPAQUE if _own_kernel(node.target, kernels) else None
+            found.append(op)
     return found
 
 
-def read_eager(recorded: list[Recorded], in_graphs: set[str]) -> list[OpNode]:
-    """Ops that no captured graph holds."""
-    found: dict[str, OpNode] = {}
-    for each in recorded:
-        key = each.data.get("key", "")
-        name, _, rest = key.partition("(")
-        if each.kind == "plan" and key not in in_graphs:
-            served = _served(_last(key), [each])
-            found[key] = OpNode(
-                name, f"({rest}" if rest else "", None, None, *served, False, [], None, None
-            )
-    return list(found.values())
+def read_eager(recorded: list[Recorded], compilations: list[Compilation]) -> list[OpNode]:
+    """Ops that planned a call and that no captured graph holds."""
+    captured = [one.capture for one in compilations if one.capture]
+    in_graphs = {_spelled(node.args) for graph in captured for node in graph.nodes}
+    planned = dict.fromkeys(each.data["key"] for each in recorded if each.kind == "plan")
+    return [_op(key, recorded) for key in planned if key not in in_graphs]
 
 
-def key_of(node: OpNode) -> str:
-    return node.op + node.parameters
-
-
-def _key(args: str) -> str:
-    """An operator's last argument says which op is meant."""
+def _spelled(args: str) -> str:
+    """The op as its constructor call, which an operator's last string argument holds."""
     try:
         call = ast.parse(f"f({args})", mode="eval").body
     except SyntaxError:
         return ""
-    strings = [
-        a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)
-    ]  # type: ignore[attr-defined]
-    return strings[-1] if strings else ""
+    given = call.args if isinstance(call, ast.Call) else []
+    texts = [each.value for each in given if isinstance(each, ast.Constant)]
+    keys = [text for text in texts if isinstance(text, str)]
+    return split_key(keys[-1])[1] if keys else ""
 
 
-def _last(key: str) -> Any:
-    """What served the last call of the ops of this key; None where none is alive or called."""
-    from tileops.engine.op import Op
+@dataclass
+class _Served:
+    target: str | None = None
+    decided_by: str | None = None
+    kernel: str | None = None
+    refused: dict[str, str] = field(default_factory=dict)
+    identity: str | None = None
 
-    name = key.partition("(")[0]
+
+def _op(spelled: str, recorded: list[Recorded]) -> OpNode:
+    name, bracket, rest = spelled.partition("(")
+    plans = [each for each in recorded if each.kind == "plan" and each.data["key"] == spelled]
+    last = _last(name, spelled)
+    served = _Served()
+    if last is not None:
+        build = repr(last.build) if last.build else None
+        served = _Served(last.target, last.decided_by, last.kernel, dict(last.refused), build)
+    elif plans:  # the op is gone: its plan told the same, without the build
+        told = plans[-1].data
+        served = _Served(told["target"], told["decided_by"], told["kernel"], dict(told["refused"]))
+    called = last is not None or bool(plans)
+    return OpNode(
+        op=name, parameters=bracket + rest, node=None, at=None, **vars(served),
+        plan_hit=not plans if called else None, substituted_from=[], fused_into=None, not_fused=None,
+    )  # fmt: skip
+
+
+def _last(name: str, spelled: str) -> Any:
+    """What served the last call of such ops; None where none is alive or was called."""
     waiting: list[type] = [Op]
     while waiting:
         cls = waiting.pop()
         waiting += cls.__subclasses__()
-        if cls.__name__ == name:
-            state = live_states(cls).get(key)
-            alive = None if state is None else state()
-            return None if alive is None else alive.last
+        for key, reference in list(live_states(cls).items()) if cls.__name__ == name else ():
+            state = reference() if split_key(key)[1] == spelled else None
+            if state is not None and state.last is not None:
+                return state.last.made
     return None
 
 
-def _served(last: Any, plans: list[Recorded]) -> tuple[Any, ...]:
-    """Target, who decided it, kernel, refusals, build identity."""
-    if last is not None:
-        return (
-            last.target,
-            last.decided_by,
-            last.kernel,
-            dict(last.refused),
-            repr(last.build) if last.build else None,
-        )
-    if plans:
-        told = plans[-1].data
-        return told["target"], told["decided_by"], told["kernel"], dict(told["refused"]), None
-    return None, None, None, {}, None
-
-
-def _hit(last: Any, plans: list[Recorded]) -> bool | None:
-    return None if last is None and not plans else not plans
-
-
-def _own(target: str, kernels: list[Kernel]) -> bool:
+def _own_kernel(target: str, kernels: list[Kernel]) -> bool:
     name = target.removeprefix("torch.ops.").removesuffix(".default")
     return any(name in kernel.name for kernel in kernels)

@@ -125,7 +125,8 @@ def _recompile(again: Recompile) -> Iterable[str]:
     limit = _UNKNOWN if again.limit is None else again.limit
     yield f"  Recompiled: version {again.count} of at most {limit}"
     for failure in again.failures:
-        yield f"    {failure.source or 'guard'} {failure.property or ''}: expected {failure.expected or _UNKNOWN}, got {failure.actual or _UNKNOWN}"
+        values = f"expected {failure.expected or _UNKNOWN}, got {failure.actual or _UNKNOWN}"
+        yield f"    {failure.source or failure.guard} {failure.property or ''}: {values}"
         yield f"    mend: {failure.advice}"
 
 
@@ -150,7 +151,8 @@ def _normalisation(made: Normalisation) -> Iterable[str]:
         yield f"    {_where(change.at)}: {', '.join(change.before)} → {', '.join(change.after)}"
     if made.partition:
         part = made.partition
-        yield f"    saved for backward: {size(part.saved_bytes)} (all that backward reads: {size(part.save_all_bytes)})"
+        everything = size(part.save_all_bytes)
+        yield f"    saved for backward: {size(part.saved_bytes)} (all that it reads: {everything})"
         for name, kept in (("save", part.saved), ("recompute", part.recomputed)):
             for each in kept:
                 yield f"      {name} {each.name} = {each.target}, {size(each.bytes)}  {_where(each.at)}"
@@ -160,12 +162,14 @@ def _inductor(lowered: Inductor) -> Iterable[str]:
     yield f"  Inductor ({lowered.stage}): {_count(len(lowered.kernels), 'kernel')}"
     for kernel in lowered.kernels:
         nodes = _UNKNOWN if kernel.nodes is None else ", ".join(kernel.nodes)
-        yield f"    {kernel.name}  {kernel.kind}, {kernel.language}: {nodes}  [{', '.join(map(_where, kernel.lines))}]"
+        lines = ", ".join(map(_where, kernel.lines))
+        yield f"    {kernel.name}  {kernel.kind}, {kernel.language}: {nodes}  [{lines}]"
     if lowered.unfused is None:
         yield f"    not fused: {_UNKNOWN}, the code came from a cache"
     for apart in lowered.unfused or ():
         first, second = ", ".join(apart.first_nodes), ", ".join(apart.second_nodes)
-        yield f"    not fused: {first or apart.first} | {second or apart.second}: {apart.reason or 'torch gave no reason'}"
+        pair = f"{first or apart.first} | {second or apart.second}"
+        yield f"    not fused: {pair}: {apart.reason or 'torch gave no reason'}"
 
 
 def _run(one: Compilation) -> Iterable[str]:
@@ -180,7 +184,8 @@ def _run(one: Compilation) -> Iterable[str]:
 
 def _op(op: OpNode) -> Iterable[str]:
     yield f"  tileops {op.op}{op.parameters}  {_where(op.at)}"
-    yield f"    target {op.target or _UNKNOWN} (by {op.decided_by or _UNKNOWN}), kernel {op.kernel or _UNKNOWN}"
+    target = f"target {op.target or _UNKNOWN} (by {op.decided_by or _UNKNOWN})"
+    yield f"    {target}, kernel {op.kernel or _UNKNOWN}"
     for name, reason in op.refused.items():
         yield f"    refused {name}: {reason}"
     if op.not_fused:
