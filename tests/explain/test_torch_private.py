@@ -120,3 +120,18 @@ def test_torch_files():
     assert private.is_torch_file(torch.nn.__file__)
     assert not private.is_torch_file(golden.__file__)
     assert not private.is_torch_file(pytest.__file__)
+
+
+def test_node_stacks():
+    found = []
+
+    def take(record):
+        if "dynamo_output_graph" in record.metadata:
+            found.extend(private.node_stacks())
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    with private.tapped({private.TRACE: take}):
+        torch.compile(lambda x: model(x) + 1, backend="eager")(torch.randn(2, 4))
+    (stacks,) = found
+    assert len(stacks) >= 2  # the layer and the addition
+    assert all(__file__ in stack for stack in stacks.values())

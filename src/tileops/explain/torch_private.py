@@ -19,8 +19,8 @@ import torch
 
 __all__ = [
     "CUDAGRAPHS", "FUSION", "POST_FUSION", "TRACE", "TRACE_CALL", "TRACE_SOURCE", "compile_place",
-    "compiled_times", "computed_table", "is_torch_file", "key_set", "limit", "recompiled_frame",
-    "redispatch", "tapped", "untouched",
+    "compiled_times", "computed_table", "is_torch_file", "key_set", "limit", "node_stacks",
+    "recompiled_frame", "redispatch", "tapped", "untouched",
 ]  # fmt: skip
 
 TRACE = "torch.__trace"
@@ -92,6 +92,23 @@ def recompiled_frame() -> tuple[dict[str, Any], dict[str, Any]] | None:
             return None if user is None else (user.f_locals, user.f_globals)
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def node_stacks() -> list[dict[str, str]]:
+    """For each graph at hand where torch has just printed one: the user's stack of each node.
+
+    The printed graph has the innermost line only, which in a module of torch's own is torch's.
+    """
+    frame = sys._getframe(1)
+    for _ in range(16):  # the frames of logging, and some of torch
+        graphs = [v for v in frame.f_locals.values() if isinstance(v, torch.fx.GraphModule)]
+        if graphs or frame.f_back is None:
+            break
+        frame = frame.f_back
+    return [
+        {node.name: node.stack_trace for node in graph.graph.nodes if node.stack_trace}
+        for graph in graphs
+    ]
 
 
 def limit() -> int | None:

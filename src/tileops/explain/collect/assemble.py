@@ -12,13 +12,13 @@ from tileops.explain import torch_private as private
 from tileops.explain.collect.capture import crossing, read_break, read_inlined, read_loops
 from tileops.explain.collect.dispatch import read_dispatch
 from tileops.explain.collect.events import Event
-from tileops.explain.collect.graphs import read_graph
+from tileops.explain.collect.graphs import UserLines, read_graph
 from tileops.explain.collect.guards import read_guards, read_recompile
 from tileops.explain.collect.inductor import Lowered, read_inductor
 from tileops.explain.collect.nodes import read_eager, read_nodes
 from tileops.explain.collect.normalise import STAGES, read_normalisation
 from tileops.explain.collect.run import read_caches, read_cuda_graphs, read_phases
-from tileops.explain.model import Compilation, Line, Report, Unknown
+from tileops.explain.model import Compilation, Graph, Line, Report, Unknown
 
 _RESUME = re.compile(r"^torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line>\d+)$")
 
@@ -83,8 +83,9 @@ def _compilation(events: list[Event], cuda_graphs: bool | None) -> Compilation:
     one = Compilation(place, function, at, bool(resumed), None)
     last = max(event.attempt for event in events)
     final = [event for event in events if event.attempt == last]
+    lines = UserLines()
     if graphs := _of(final, "dynamo_output_graph"):
-        one.capture = read_graph("capture", graphs[-1].text)
+        one.capture = _graph("capture", graphs[-1], lines)
     one.inlined = read_inlined(_of(final, f"log:{private.TRACE_CALL}"))
     one.loops = read_loops(_of(final, f"log:{private.TRACE_SOURCE}"))
     seen = {}
@@ -98,10 +99,11 @@ def _compilation(events: list[Event], cuda_graphs: bool | None) -> Compilation:
         one.guards = read_guards(guards[-1])
     if reasons := _of(events, "recompile_reasons"):
         one.recompile = read_recompile(reasons[-1], int(place.rsplit("/", 1)[-1]))
-    texts = {event.kind: event.text for event in events if event.kind in STAGES and event.text}
-    if texts:
-        one.normalisation = read_normalisation(texts, one.capture)
-    _lowered(one, events)
+    stages = {event.kind: event for event in events if event.kind in STAGES and event.text}
+    if stages:
+        made = [_graph(STAGES[kind], event, lines) for kind, event in stages.items()]
+        one.normalisation = read_normalisation(made, one.capture)
+    _lowered(one, events, lines)
     one.caches = read_caches(events)
     one.phases = read_phases(events)
     gpu = one.capture is not None and any(
@@ -112,10 +114,16 @@ def _compilation(events: list[Event], cuda_graphs: bool | None) -> Compilation:
     return one
 
 
-def _lowered(one: Compilation, events: list[Event]) -> None:
+def _graph(stage: str, event: Event, lines: UserLines) -> Graph:
+    lines.stacks = event.data.get("stacks", [])
+    return read_graph(stage, event.text, lines)
+
+
+def _lowered(one: Compilation, events: list[Event], lines: UserLines) -> None:
     """Each output code ends the events of one graph through Inductor."""
     fusion: list[str] = []
-    graph, scheduled = "", None
+    nothing = Graph("lowered", "")
+    graph, scheduled = nothing, None
     captured = (
         {node.name: node.line for node in one.capture.nodes if node.line} if one.capture else {}
     )
@@ -125,12 +133,12 @@ def _lowered(one: Compilation, events: list[Event]) -> None:
         elif event.kind == f"log:{private.POST_FUSION}":
             scheduled = event.text
         elif event.kind == "inductor_post_grad_graph":
-            graph = event.text
+            graph = _graph("lowered", event, lines)
         elif event.kind == "inductor_output_code" and event.text:
             path = event.data.get("filename")
             told = Lowered(event.text, path, graph, fusion, scheduled, captured)
             one.inductor.append(read_inductor(told))
-            fusion, scheduled, graph = [], None, ""
+            fusion, scheduled, graph = [], None, nothing
 
 
 def _after_breaks(compilations: list[Compilation]) -> None:

@@ -6,10 +6,9 @@ import ast
 import linecache
 import re
 from collections import Counter
-from pathlib import Path
 
-from tileops.explain import torch_private as private
 from tileops.explain.collect.events import Event
+from tileops.explain.collect.graphs import is_foreign
 from tileops.explain.model import Break, Graph, Inlined, Line, Loop
 
 _STACK_LINE = re.compile(r'^\s*File "(?P<file>.+?)", line (?P<number>\d+), in (?P<function>.+)$')
@@ -90,12 +89,7 @@ def _user_stack(text: str) -> list[Line]:
             below = lines[number + 1].strip() if number + 1 < len(lines) else ""
             code = "" if below.startswith("File ") else below
             stack.append(Line(match["file"], int(match["number"]), match["function"], code))
-    own = str(Path(__file__).parent.parent)
-    return [
-        line
-        for line in stack
-        if not private.is_torch_file(line.file) and not line.file.startswith(own)
-    ]
+    return [line for line in stack if not is_foreign(line.file)]
 
 
 def _line(file: str, number: int, function: str) -> Line:
@@ -107,7 +101,7 @@ def read_inlined(events: list[Event]) -> list[Inlined]:
     counts: Counter[tuple[str, str, int, str]] = Counter()
     for event in events:
         match = _CALL.match(event.text)
-        if match and not private.is_torch_file(match["file"]):
+        if match and not is_foreign(match["file"]):
             counts[match["what"], match["file"], int(match["number"]), match["function"]] += 1
     return [
         Inlined(what, _line(file, number, function), times)
@@ -126,7 +120,7 @@ def read_loops(events: list[Event]) -> list[Loop]:
             functions[place] = match["function"]
     loops = []
     for file in dict.fromkeys(file for file, _ in visits):
-        if private.is_torch_file(file):
+        if is_foreign(file):
             continue
         for header, first in _loops_of(file):
             times = visits[file, first.lineno]

@@ -16,6 +16,10 @@ _CONTEXT = {
     "rank", "frame_id", "frame_compile_id", "attempt", "compiled_autograd_id", "stack",
     "has_payload", "timestamp", "thread", "pathname", "severity", "lineno", "subgraph_name",
 }  # fmt: skip
+_GRAPHS = {
+    "dynamo_output_graph", "aot_joint_graph", "aot_forward_graph", "aot_backward_graph",
+    "aot_inference_graph", "inductor_post_grad_graph",
+}  # fmt: skip
 _SKIPPED = {"chromium_event", "describe_storage", "describe_tensor", "describe_source", "str"}
 
 
@@ -67,6 +71,8 @@ class Events:
         if kind == "recompile_reasons":
             reasons = _reasons(event.text)
             event.data = {"reasons": reasons, "actual": _actual_values(reasons)}
+        elif kind in _GRAPHS:
+            event.data = {**event.data, "stacks": private.node_stacks()}
         self._add(event)
 
     def _logged(self, record: logging.LogRecord) -> None:

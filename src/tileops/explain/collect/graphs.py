@@ -8,9 +8,12 @@ from __future__ import annotations
 import ast
 import math
 import re
+from pathlib import Path
 
 from tileops.explain.model import Graph, Line, Node
+from tileops.explain.torch_private import is_torch_file
 
+_FRAME = re.compile(r'^\s*File "(?P<file>.+?)", line (?P<number>\d+), in (?P<function>.+)$')
 _LINE = re.compile(
     r"# File: (?P<file>.+?):(?P<number>\d+) in (?P<function>.+?)(?:, code: (?P<text>.*))?$"
 )
@@ -20,9 +23,55 @@ _TENSOR = re.compile(
 _PARAMETER = re.compile(r'(?P<name>\w+)(?:\s*:\s*"(?P<note>[^"]*)")?\s*,?\s*(?:#.*)?')
 
 
-def read_graph(stage: str, code: str) -> Graph:
+def read_graph(stage: str, code: str, lines: UserLines | None = None) -> Graph:
     """The first module in ``code``; modules of higher-order operators stand in the code alone."""
-    return Graph(stage, code, _Reader(code).nodes)
+    graph = Graph(stage, code, _Reader(code).nodes)
+    if lines is not None:
+        lines.label(graph)
+    return graph
+
+
+class UserLines:
+    """From the innermost line of a node, which is all that a printed graph has, to the user's."""
+
+    def __init__(self) -> None:
+        self.stacks: list[dict[str, str]] = []
+        self._seen: dict[tuple[str, int], set[tuple[str, int]]] = {}
+        self._lines: dict[tuple[str, int], Line] = {}
+
+    def label(self, graph: Graph) -> None:
+        """By the stacks of the graph's nodes; where it comes from a cache, by those of the captured
+        graph, if they leave no choice."""
+        names = {node.name for node in graph.nodes if node.line is not None}
+        fits = (stacks for stacks in self.stacks if names <= stacks.keys())
+        stacks = next(fits, {})
+        for node in graph.nodes:
+            if node.line is None:
+                continue
+            inner = (node.line.file, node.line.number)
+            line = user_line(stacks.get(node.name, ""))
+            if line is not None:
+                place = (line.file, line.number)
+                self._seen.setdefault(inner, set()).add(place)
+                node.line = self._lines.setdefault(place, line)
+            elif len(choice := self._seen.get(inner, set())) == 1:
+                node.line = self._lines[next(iter(choice))]
+
+
+def user_line(stack: str) -> Line | None:
+    """The innermost line of a stack that is neither torch's nor this library's."""
+    lines = stack.splitlines()
+    for number in range(len(lines) - 1, -1, -1):
+        match = _FRAME.match(lines[number])
+        if match and not is_foreign(match["file"]):
+            text = lines[number + 1].strip() if number + 1 < len(lines) else ""
+            return Line(match["file"], int(match["number"]), match["function"], text)
+    return None
+
+
+def is_foreign(file: str) -> bool:
+    own = str(Path(__file__).parents[2])
+    return is_torch_file(file) or file.startswith((own, "tileops_generated"))
 
 
 class _Reader:

@@ -7,8 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from tileops.explain.collect.graphs import read_graph
-from tileops.explain.model import Buffer, Group, Inductor, Kernel, Line, Unfused
+from tileops.explain.model import Buffer, Graph, Group, Inductor, Kernel, Line, Unfused
 
 _CANDIDATE = re.compile(r"SchedulerNode\(name='(?P<name>\w+)'\), (?P<kind>\w+)\(")
 _ORIGINS = re.compile(r"origins=OrderedSet\(\[(?P<names>[^\]]*)\]\)")
@@ -46,8 +45,8 @@ class Lowered:
 
     code: str
     path: str | None
-    graph: str
-    """The ATen graph that was lowered, printed."""
+    graph: Graph
+    """The ATen graph that was lowered."""
     fusion: list[str]
     """The scheduler's messages."""
     scheduled: str | None
@@ -142,7 +141,7 @@ class _Kernels:
     """Launches in the order of the call, joined with fusion groups by the buffers they write."""
 
     def __init__(self, told: Lowered, groups: list[Group] | None) -> None:
-        self.nodes = {node.name: node for node in read_graph("lowered", told.graph).nodes}
+        self.nodes = {node.name: node for node in told.graph.nodes}
         self.captured = told.captured
         self.groups, self.left = groups, list(groups or ())
         self.used: set[str] = set()

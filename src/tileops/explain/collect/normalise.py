@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-from tileops.explain.collect.graphs import read_graph
 from tileops.explain.model import (
     Decomposition,
     Graph,
@@ -27,9 +26,7 @@ _WRITTEN = re.compile(r"^\s*(\w+),\s*# InputMutationAOTOutput", re.MULTILINE)
 _SAVED = re.compile(r"^\s*(\w+),\s*# SavedForBackwardsAOTOutput", re.MULTILINE)
 
 
-def read_normalisation(texts: dict[str, str], capture: Graph | None) -> Normalisation:
-    """``texts``: what torch printed of each stage."""
-    graphs = [read_graph(STAGES[kind], text) for kind, text in texts.items()]
+def read_normalisation(graphs: list[Graph], capture: Graph | None) -> Normalisation:
     by_stage = {graph.stage: graph for graph in graphs}
     first = by_stage.get("forward") or by_stage.get("inference")
     made = _for_the_result(first) if first else []
