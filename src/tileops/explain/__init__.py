@@ -1,4 +1,4 @@
-"""What torch.compile did with a function: collected, told as data, shown three ways.
+"""What torch.compile did with a function: collected, told as data, shown to a reader.
 
 ``tileops.explain(fn, ...)`` is :func:`tileops.explain.session.explain`: the function and its package
 share a name, so the package is callable.
