@@ -144,9 +144,9 @@ LOWERED = """class GraphModule(torch.nn.Module):
 
 def lowered(scheduled, fusion):
     graph: Graph = read_graph("lowered", LOWERED)
-    return read_inductor(
-        Lowered(TRITON, None, graph, fusion, scheduled, {"y": Line("/home/me/model.py", 3)})
-    )
+    timed = [{"triton_mm_3": 0.5, "mm": 0.25}]
+    captured = {"y": Line("/home/me/model.py", 3)}
+    return read_inductor(Lowered(TRITON, None, graph, fusion, scheduled, timed, captured))
 
 
 def test_triton():
@@ -165,11 +165,14 @@ def test_triton():
     (apart,) = made.unfused
     assert (apart.first_nodes, apart.second_nodes) == (["mm"], ["add", "sum_1"])
     assert made.stage == "inference"
+    choice = [(each.kernel, each.time_us, each.chosen) for each in made.candidates]
+    assert choice == [("triton_mm_3", 500.0, False), ("mm", 250.0, True)]
 
 
 def test_triton_from_a_cache():
     made = lowered(None, [])
     assert made.unfused is None
+    assert made.candidates is None
     assert [kernel.groups for kernel in made.kernels] == [None, None]
     assert [kernel.kind for kernel in made.kernels] == ["extern", "reduction"]
     assert made.kernels[1].nodes is None

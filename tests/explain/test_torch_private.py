@@ -135,3 +135,20 @@ def test_node_stacks():
     (stacks,) = found
     assert len(stacks) >= 2  # the layer and the addition
     assert all(__file__ in stack for stack in stacks.values())
+
+
+def test_autotune():
+    from torch._inductor.select_algorithm import get_algorithm_selector_cache
+
+    class Choice:
+        name = "triton_mm_3"
+
+    seen = []
+    cache = get_algorithm_selector_cache()
+    before = list(cache.feedback_saver_fns)
+    end = private.on_autotune(lambda name, times: seen.append((name, times)))
+    for saver in cache.feedback_saver_fns[len(before) :]:
+        saver({Choice(): 0.5}, "mm", [], [], dict, {})
+    end()
+    assert seen == [("mm", {"triton_mm_3": 0.5})]
+    assert cache.feedback_saver_fns == before

@@ -94,7 +94,7 @@ class Break:
     extra_launches: int | None = None
     """Calls of compiled graphs that a call makes for this break."""
     synchronizations: int | None = None
-    """Measured with ``profile=True`` on a GPU."""
+    """Unknown until a run is measured."""
 
 
 # ---- guards --------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class Kernel:
     schedule: dict[str, Any]
     """GPU: XBLOCK, num_warps ...; CPU: loops (order and length), vector, parallel."""
     time_us: float | None = None
-    """Device time of one call; with ``profile=True``."""
+    """Device time of one call; unknown until a run is measured."""
     bytes: int | None = None
     bandwidth_fraction: float | None = None
 

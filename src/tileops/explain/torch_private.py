@@ -20,7 +20,7 @@ import torch
 __all__ = [
     "CUDAGRAPHS", "FUSION", "POST_FUSION", "TRACE", "TRACE_CALL", "TRACE_SOURCE", "compile_place",
     "compiled_times", "computed_table", "is_torch_file", "key_set", "limit", "node_stacks",
-    "recompiled_frame", "redispatch", "tapped", "untouched",
+    "on_autotune", "recompiled_frame", "redispatch", "tapped", "untouched",
 ]  # fmt: skip
 
 TRACE = "torch.__trace"
@@ -109,6 +109,26 @@ def node_stacks() -> list[dict[str, str]]:
         {node.name: node.stack_trace for node in graph.graph.nodes if node.stack_trace}
         for graph in graphs
     ]
+
+
+def on_autotune(take: Callable[[str, dict[str, float]], None]) -> Callable[[], None] | None:
+    """Call ``take`` with each choice that Inductor times: what for, and milliseconds by candidate.
+    Gives what ends it. Inductor must be loaded: a session costs nothing where it is not used."""
+    try:
+        from torch._inductor.select_algorithm import get_algorithm_selector_cache
+    except ImportError:
+        return None
+    cache = get_algorithm_selector_cache()
+
+    def saver(timings: dict[Any, float], name: str, *_: Any) -> None:
+        take(name, {getattr(choice, "name", str(choice)): time for choice, time in timings.items()})
+
+    cache.add_feedback_saver(saver)
+
+    def end() -> None:
+        cache.feedback_saver_fns[:] = [fn for fn in cache.feedback_saver_fns if fn is not saver]
+
+    return end
 
 
 def limit() -> int | None:

@@ -122,6 +122,7 @@ def _graph(stage: str, event: Event, lines: UserLines) -> Graph:
 def _lowered(one: Compilation, events: list[Event], lines: UserLines) -> None:
     """Each output code ends the events of one graph through Inductor."""
     fusion: list[str] = []
+    timed: list[dict[str, float]] = []
     nothing = Graph("lowered", "")
     graph, scheduled = nothing, None
     captured = (
@@ -132,13 +133,15 @@ def _lowered(one: Compilation, events: list[Event], lines: UserLines) -> None:
             fusion.append(event.text)
         elif event.kind == f"log:{private.POST_FUSION}":
             scheduled = event.text
+        elif event.kind == "autotuned" and event.data["times"]:
+            timed.append(event.data["times"])
         elif event.kind == "inductor_post_grad_graph":
             graph = _graph("lowered", event, lines)
         elif event.kind == "inductor_output_code" and event.text:
             path = event.data.get("filename")
-            told = Lowered(event.text, path, graph, fusion, scheduled, captured)
+            told = Lowered(event.text, path, graph, fusion, scheduled, timed, captured)
             one.inductor.append(read_inductor(told))
-            fusion, scheduled, graph = [], None, nothing
+            fusion, timed, scheduled, graph = [], [], None, nothing
 
 
 def _after_breaks(compilations: list[Compilation]) -> None:
@@ -199,18 +202,21 @@ def _sources(report: Report) -> dict[str, str]:
 
 
 def _unknown(report: Report) -> list[Unknown]:
+    lowered = [each for one in report.compilations for each in one.inductor]
     found = []
-    if any(
-        each.kernels and each.unfused is None
-        for one in report.compilations
-        for each in one.inductor
-    ):
-        found.append(
-            Unknown(
-                "fusion groups and reasons",
-                "the code came from a cache: nothing was scheduled. Explain with a cold cache to see them.",
-            )
+    if any(each.kernels and each.unfused is None for each in lowered):
+        why = (
+            "the code came from a cache: nothing was scheduled or timed. Explain with a cold cache."
         )
+        found.append(Unknown("fusion groups, reasons and autotuning", why))
+    if lowered:
+        why = "a session listens to the compiler and measures no kernel"
+        found.append(Unknown("device time, bandwidth and host gaps of each kernel", why))
+    if report.breaks:
+        why = "a session listens to the compiler and measures no run"
+        found.append(Unknown("synchronisations at graph breaks", why))
     if any(entry.visited is None for entry in report.dispatch):
-        found.append(Unknown("dispatch tables", "this torch release has no table for an operator"))
+        found.append(Unknown("dispatch tables", "torch has no table for an operator"))
+    if any(one.cuda_graphs and one.cuda_graphs.used is None for one in report.compilations):
+        found.append(Unknown("CUDA graphs", "they are recorded at a later call"))
     return found

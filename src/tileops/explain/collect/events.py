@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,7 @@ class Events:
     def __init__(self) -> None:
         self.seen: list[Event] = []
         self._lock = threading.Lock()
+        self._end_autotune: Callable[[], None] | None = None
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -50,8 +51,14 @@ class Events:
             private.TRACE_SOURCE, private.TRACE_CALL, private.FUSION, private.POST_FUSION,
             private.CUDAGRAPHS,
         )  # fmt: skip
-        with private.tapped({private.TRACE: self._traced, **dict.fromkeys(loggers, self._logged)}):
-            yield
+        try:
+            with private.tapped(
+                {private.TRACE: self._traced, **dict.fromkeys(loggers, self._logged)}
+            ):
+                yield
+        finally:
+            if self._end_autotune is not None:
+                self._end_autotune()
 
     def _add(self, event: Event) -> None:
         with self._lock:
@@ -72,8 +79,14 @@ class Events:
             reasons = _reasons(event.text)
             event.data = {"reasons": reasons, "actual": _actual_values(reasons)}
         elif kind in _GRAPHS:
+            if kind == "inductor_post_grad_graph" and self._end_autotune is None:
+                self._end_autotune = private.on_autotune(self._timed)
             event.data = {**event.data, "stacks": private.node_stacks()}
         self._add(event)
+
+    def _timed(self, name: str, times: dict[str, float]) -> None:
+        place, attempt = private.compile_place() or (None, 0)
+        self._add(Event("autotuned", place, attempt, {"name": name, "times": times}))
 
     def _logged(self, record: logging.LogRecord) -> None:
         place, attempt = private.compile_place() or (None, 0)

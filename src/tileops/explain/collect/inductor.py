@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from tileops.explain.model import Buffer, Graph, Group, Inductor, Kernel, Line, Unfused
+from tileops.explain.model import Buffer, Candidate, Graph, Group, Inductor, Kernel, Line, Unfused
 
 _CANDIDATE = re.compile(r"SchedulerNode\(name='(?P<name>\w+)'\), (?P<kind>\w+)\(")
 _ORIGINS = re.compile(r"origins=OrderedSet\(\[(?P<names>[^\]]*)\]\)")
@@ -51,6 +51,8 @@ class Lowered:
     """The scheduler's messages."""
     scheduled: str | None
     """Its nodes after fusion; None where the code came from a cache: nothing was scheduled then."""
+    timed: list[dict[str, float]]
+    """Milliseconds of candidates, for each choice that was made by timing."""
     captured: dict[str, Line]
     """Lines of the captured graph's nodes by their names."""
 
@@ -61,7 +63,13 @@ def read_inductor(told: Lowered) -> Inductor:
     kernels = _Kernels(told, groups).found
     apart = None if groups is None else _unfused(told.fusion, groups, told.scheduled or "")
     code = told.code
-    return Inductor(_stage(code), kernels, apart, _buffers(code), None, code, told.path)
+    candidates = None if groups is None else [each for one in told.timed for each in _choice(one)]
+    return Inductor(_stage(code), kernels, apart, _buffers(code), candidates, code, told.path)
+
+
+def _choice(times: dict[str, float]) -> list[Candidate]:
+    best = min(times, key=lambda name: times[name])
+    return [Candidate(name, 1e3 * time, name == best) for name, time in times.items()]
 
 
 def _stage(code: str) -> str:

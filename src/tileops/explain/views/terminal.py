@@ -164,6 +164,8 @@ def _inductor(lowered: Inductor) -> Iterable[str]:
         nodes = _UNKNOWN if kernel.nodes is None else ", ".join(kernel.nodes)
         lines = ", ".join(map(_where, kernel.lines))
         yield f"    {kernel.name}  {kernel.kind}, {kernel.language}: {nodes}  [{lines}]"
+    for each in lowered.candidates or ():
+        yield f"    timed {each.kernel}: {each.time_us:.1f} µs{', chosen' if each.chosen else ''}"
     if lowered.unfused is None:
         yield f"    not fused: {_UNKNOWN}, the code came from a cache"
     for apart in lowered.unfused or ():
