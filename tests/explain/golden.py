@@ -93,3 +93,11 @@ def saves(x, w):
     """Backward of the product needs ``relu(x)``; it is dear enough in no case to repeat a product:
     ``exp`` of it needs its result, which is saved."""
     return torch.exp(x @ w)
+
+
+def unrolls_and_prints(x):
+    """A break after the loop makes torch trace the loop again; it still runs three times."""
+    for _ in range(3):
+        x = helper(x)
+    print("after")
+    return x + 1

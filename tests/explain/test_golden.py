@@ -78,6 +78,13 @@ def test_loop_unrolled():
     assert [n.target for n in only.capture.nodes].count("operator.mul") == 3
 
 
+def test_loop_is_counted_once_though_traced_twice():
+    report = tileops.explain(golden.unrolls_and_prints, torch.randn(4), backend="eager")
+    assert [loop.times for loop in report.compilations[0].loops] == [3]
+    assert [each.times for each in report.compilations[0].inlined] == [3]
+    assert [each.kind for each in report.breaks] == ["print"]
+
+
 # ---- guards and recompilations -------------------------------------------------------------------
 
 
