@@ -144,6 +144,7 @@ def test_ops_of_this_library():
 
     report = tileops.explain(model, x, w, backend="aot_eager")
     (node,) = report.compilations[0].ops
+    assert report.compilations[0].normalisation.decompositions == []
     assert node.op == "RMSNormFwdOp"
     assert "normalized_shape=(8,)" in node.parameters
     assert (node.target, node.kernel) == (op.last_call.target, op.last_call.kernel)
@@ -155,6 +156,23 @@ def test_ops_of_this_library():
     with tileops.explaining() as report:
         op(torch.randn(5, 8, dtype=torch.float64), w.double())
     assert [each.op for each in report.eager_ops] == ["RMSNormFwdOp"]
+
+
+def test_an_op_and_its_gradient_in_inductor():
+    op = RMSNormFwdOp(8)
+
+    def model(x, w):
+        return op(x * 2, w) + 1
+
+    x, w = torch.randn(3, 8, requires_grad=True), torch.randn(8)
+    report = tileops.explain(model, x, w, training=True)
+    (one,) = report.compilations
+    assert [node.op for node in one.ops] == ["RMSNormFwdOp", "RMSNormBwdOp"]
+    assert all(node.not_fused for node in one.ops)
+    assert report.eager_ops == []
+    forward, backward = one.inductor
+    assert [kernel.kind for kernel in forward.kernels] == ["pointwise", "tileops", "pointwise"]
+    assert [kernel.kind for kernel in backward.kernels] == ["tileops", "pointwise"]
 
 
 def test_dispatch_order():
@@ -190,9 +208,11 @@ def test_terminal(capsys):
 
 
 @pytest.mark.slow
-def test_overhead(tmp_path, monkeypatch):
+def test_overhead():
     """At most twice the work of a plain compilation, in CPU time of this process and of the
     compilers that it starts: other work on the machine does not count."""
+
+    from torch._inductor.utils import fresh_cache
 
     class Layer(torch.nn.Module):
         def __init__(self):
@@ -206,19 +226,18 @@ def test_overhead(tmp_path, monkeypatch):
     def spent():
         return sum(os.times()[:4])
 
-    def compile_afresh(name, layers, context):
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / name))
+    def compile_afresh(layers, context):
         torch._dynamo.reset()
         model = torch.nn.Sequential(*(Layer() for _ in range(layers)))
         x = torch.randn(4, 32, requires_grad=True)
         started = spent()
-        with context:
+        with fresh_cache(), context:  # the caches on disk and those in memory
             torch.compile(model)(x).sum().backward()
         return spent() - started
 
     plainly = contextlib.nullcontext()
-    compile_afresh("first", 1, plainly)  # what a process does once counts for neither
-    explained = compile_afresh("explained", 12, tileops.explaining())
-    plain = compile_afresh("plain", 12, plainly)
+    compile_afresh(1, plainly)  # what a process does once counts for neither
+    explained = compile_afresh(12, tileops.explaining())
+    plain = compile_afresh(12, plainly)
     print(f"explained {explained:.1f} s, plain {plain:.1f} s")
     assert explained <= 2 * plain

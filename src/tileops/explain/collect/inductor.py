@@ -97,24 +97,22 @@ def _names(text: str) -> list[str]:
 
 def _groups(scheduled: str, origins: dict[str, list[str]], kinds: dict[str, str]) -> list[Group]:
     body = scheduled.split("AFTER FUSION\n", 1)[-1]
-    groups = []
+    groups: list[Group] = []
     for part in re.split(r"\n\n\n+", body):
         head = _SCHEDULED.match(part.strip("\n"))
         if head is None:
             continue
+        first = part.split(".snodes[0]", 1)[0]
+        buffers = list(dict.fromkeys(_OUTPUT.findall(first)))
+        if head["of"] == "MultiOutput":  # no work of its own: it names a result of what it reads
+            read = set(re.findall(r"'(buf\w+)'", first))
+            for group in groups:
+                group.buffers += buffers if read & set(group.buffers) else []
+            continue
         members = re.findall(r"op\d+", head["name"])
         parts = [_kind_of(member, part, kinds) for member in members]
         nodes = list(dict.fromkeys(n for member in members for n in origins.get(member, ())))
-        first = part.split(".snodes[0]", 1)[0]
-        groups.append(
-            Group(
-                head["name"],
-                _strongest(parts),
-                parts,
-                nodes,
-                list(dict.fromkeys(_OUTPUT.findall(first))),
-            )
-        )
+        groups.append(Group(head["name"], _strongest(parts), parts, nodes, buffers))
     return groups
 
 

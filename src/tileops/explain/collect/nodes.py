@@ -10,17 +10,15 @@ from tileops.engine.boundary.instances import live_states
 from tileops.engine.boundary.stamp import split_key
 from tileops.engine.op import Op
 from tileops.engine.record import Event as Recorded
-from tileops.explain.model import Compilation, Kernel, OpNode
+from tileops.explain.model import Compilation, Kernel, Node, OpNode
 
 _OPAQUE = "an op is one opaque node to this backend: it keeps its own kernel"
 
 
 def read_nodes(one: Compilation, recorded: list[Recorded]) -> list[OpNode]:
-    if one.capture is None:
-        return []
     kernels = [kernel for each in one.inductor for kernel in each.kernels]
     found = []
-    for node in one.capture.nodes:
+    for node in _nodes(one):
         if node.target.startswith("torch.ops.tileops."):
             op = _op(_spelled(node.args), recorded)
             op.node, op.at = node.name, node.line
@@ -31,10 +29,16 @@ def read_nodes(one: Compilation, recorded: list[Recorded]) -> list[OpNode]:
 
 def read_eager(recorded: list[Recorded], compilations: list[Compilation]) -> list[OpNode]:
     """Ops that planned a call and that no captured graph holds."""
-    captured = [one.capture for one in compilations if one.capture]
-    in_graphs = {_spelled(node.args) for graph in captured for node in graph.nodes}
+    in_graphs = {_spelled(node.args) for one in compilations for node in _nodes(one)}
     planned = dict.fromkeys(each.data["key"] for each in recorded if each.kind == "plan")
     return [_op(key, recorded) for key in planned if key not in in_graphs]
+
+
+def _nodes(one: Compilation) -> list[Node]:
+    """Of the captured graph and of its backward."""
+    later = one.normalisation.graphs if one.normalisation else []
+    backward = [node for graph in later if graph.stage == "backward" for node in graph.nodes]
+    return [*(one.capture.nodes if one.capture else ()), *backward]
 
 
 def _spelled(args: str) -> str:

@@ -115,10 +115,17 @@ def _decompositions(seen: list[Node], made: list[Node]) -> list[Decomposition]:
     return [each for each in lines.values() if each.after and not _same(each.before, each.after)]
 
 
+def _operator_name(target: str) -> str:
+    """``add`` of ``torch.ops.aten.add.Tensor``, ``operator.add``, ``torch.add`` and ``add_``."""
+    parts = target.split(".")
+    name = parts[3] if target.startswith("torch.ops.") and len(parts) > 3 else parts[-1]
+    return name.strip("_")
+
+
 def _same(before: list[str], after: list[str]) -> bool:
     """Whether each operator became the one ATen operator of its name."""
-    names = [name.rsplit(".", 1)[-1].strip("_") for name in before]
-    aten = [re.sub(r"^aten\.", "", name).split(".", 1)[0].strip("_") for name in after]
+    names = [_operator_name(name) for name in before]
+    aten = [_operator_name(f"torch.ops.{name}") for name in after]
     aliases = {"matmul": "mm", "truediv": "div", "t": "permute"}
     return [aliases.get(name, name) for name in names] == aten
 

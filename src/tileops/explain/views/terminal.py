@@ -155,7 +155,8 @@ def _normalisation(made: Normalisation) -> Iterable[str]:
         yield f"    saved for backward: {size(part.saved_bytes)} (all that it reads: {everything})"
         for name, kept in (("save", part.saved), ("recompute", part.recomputed)):
             for each in kept:
-                yield f"      {name} {each.name} = {each.target}, {size(each.bytes)}  {_where(each.at)}"
+                place = _where(each.at) if each.at else "an input"
+                yield f"      {name} {each.name} = {each.target}, {size(each.bytes)}  {place}"
 
 
 def _inductor(lowered: Inductor) -> Iterable[str]:
