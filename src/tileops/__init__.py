@@ -33,6 +33,8 @@ if TYPE_CHECKING:
         use_target,
     )
     from tileops.engine.trace import prepare, spec
+    from tileops.explain.model import Report
+    from tileops.explain.session import explain, explaining
 
 _HOME = {
     "Op": "engine.op",
@@ -42,6 +44,9 @@ _HOME = {
     "load_bundle": "engine.bundling",
     "prepare": "engine.trace",
     "spec": "engine.trace",
+    "Report": "explain.model",
+    "explain": "explain.session",
+    "explaining": "explain.session",
     **dict.fromkeys(
         (
             "AmbiguousTargetError",
@@ -75,10 +80,13 @@ __all__ = [
     "CheckError",
     "Op",
     "OpNotAvailableError",
+    "Report",
     "TileopsError",
     "UnknownTargetError",
     "bundle",
     "default_target",
+    "explain",
+    "explaining",
     "load_bundle",
     "load_failures",
     "prepare",

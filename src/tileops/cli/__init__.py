@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tileops import __version__
 from tileops.cli.cache import add_commands
+from tileops.cli.explain import add_command
 from tileops.engine.errors import BundleError
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     listing.set_defaults(run=_list)
 
     add_commands(commands)
+    add_command(commands)
     options = parser.parse_args(argv)
     try:
         status: int = options.run(options)

@@ -1,0 +1,141 @@
+"""``tileops explain``: what torch.compile did with a function of a script."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tileops.explain.model import Report
+
+__all__ = ["add_command"]
+
+_ABOUT = """\
+Compile a function or module of a script, call it once, and show each stage of torch.compile.
+Exit status: 0; 1 where the report has what --fail-on names; 2 where the request is no good."""
+_CONDITIONS = ("break", "recompile", "unfused")
+_DTYPES = {
+    "f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "i8": "int8",
+    "u8": "uint8", "i16": "int16", "i32": "int32", "i64": "int64", "b8": "bool", "bool": "bool",
+}  # fmt: skip
+
+
+class _RequestError(ValueError):
+    """What the command line asks for does not exist."""
+
+
+def add_command(commands: Any) -> None:
+    parser = commands.add_parser(
+        "explain", help="show what torch.compile did with a function", description=_ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("target", metavar="FILE:NAME", help="a function or module of a script")
+    parser.add_argument(
+        "--input", metavar="SPEC", action="append", default=[],
+        help='an argument, such as "2048x4096:f16:cuda"; may be repeated; f32 and cpu without',
+    )  # fmt: skip
+    parser.add_argument("--backend", default="inductor")
+    parser.add_argument("--mode", help="torch.compile's mode")
+    parser.add_argument("--dynamic", action=argparse.BooleanOptionalAction)
+    parser.add_argument(
+        "--training", action=argparse.BooleanOptionalAction,
+        help="run backward too: inputs require grad; --no-training: without gradients",
+    )  # fmt: skip
+    parser.add_argument(
+        "--fail-on", metavar="WHAT", type=_conditions, default=(),
+        help=f"exit with 1 where there is any of these: {','.join(_CONDITIONS)}",
+    )  # fmt: skip
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the data; - prints it")
+    parser.set_defaults(run=_explain)
+
+
+def _conditions(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if unknown := [name for name in names if name not in _CONDITIONS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r}; accepted are {', '.join(_CONDITIONS)}")
+    return names
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from tileops.explain.session import explain
+
+    try:
+        target = _load(options.target)
+        inputs = [_tensor(spec, training=bool(options.training)) for spec in options.input]
+    except _RequestError as error:
+        print(f"tileops explain: {error}", file=sys.stderr)
+        return 2
+    report = explain(
+        target, *inputs, backend=options.backend, mode=options.mode, dynamic=options.dynamic,
+        training=options.training,
+    )  # fmt: skip
+    if options.json and str(options.json) == "-":
+        print(report.to_json(indent=1))
+    else:
+        if options.json:
+            options.json.write_text(report.to_json(indent=1), encoding="utf-8")
+        report.show()
+    failed = [name for name in options.fail_on if _count(report, name)]
+    for name in failed:
+        print(f"tileops explain: --fail-on {name}: {_count(report, name)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _count(report: Report, condition: str) -> int:
+    counts = {
+        "break": len(report.breaks),
+        "recompile": len(report.recompiles),
+        "unfused": len(report.unfused),
+    }
+    return counts[condition]
+
+
+def _load(text: str) -> Callable[..., Any]:
+    file, _, name = text.rpartition(":")
+    path = Path(file)
+    if not file or not path.is_file():
+        raise _RequestError(f"{text!r}: accepted is FILE:NAME, with a file that exists")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise _RequestError(f"{file!r} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))  # as for a script that is run
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    found = getattr(module, name, None)
+    if not callable(found):
+        known = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
+        raise _RequestError(f"{file} has no callable {name!r}; it has {', '.join(known)}")
+    return found
+
+
+def _tensor(spec: str, *, training: bool) -> Any:
+    """A tensor of ``2048x4096:f16:cuda``: random, or zeros for integers, which may be indices."""
+    import torch
+
+    shape, _, rest = spec.partition(":")
+    dtype_name, _, device = rest.partition(":")
+    if not re.fullmatch(r"\d+(x\d+)*|scalar", shape):
+        raise _RequestError(
+            f"--input {spec!r}: shape {shape!r}; accepted is such as 2048x4096, or scalar"
+        )
+    if dtype_name and dtype_name not in _DTYPES:
+        raise _RequestError(
+            f"--input {spec!r}: dtype {dtype_name!r}; accepted are {', '.join(_DTYPES)}"
+        )
+    sizes = [] if shape == "scalar" else [int(part) for part in shape.split("x")]
+    dtype: torch.dtype = getattr(torch, _DTYPES[dtype_name or "f32"])
+    try:
+        made = torch.zeros(sizes, dtype=dtype, device=device or "cpu")
+    except (RuntimeError, AssertionError) as error:
+        raise _RequestError(f"--input {spec!r}: {error}") from None
+    if dtype.is_floating_point:
+        generator = torch.Generator().manual_seed(0)
+        made.copy_(torch.randn(sizes, generator=generator))
+        made.requires_grad_(training)
+    return made

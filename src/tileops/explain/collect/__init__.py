@@ -1,0 +1,1 @@
+"""Readers of what each stage of torch.compile tells."""

@@ -1,0 +1,222 @@
+"""From the list of events to the compilations of a report."""
+
+from __future__ import annotations
+
+import copy
+import linecache
+import re
+from pathlib import Path
+
+from tileops.engine.record import Event as Recorded
+from tileops.explain import torch_private as private
+from tileops.explain.collect.capture import crossing, read_break, read_inlined, read_loops
+from tileops.explain.collect.dispatch import read_dispatch
+from tileops.explain.collect.events import Event
+from tileops.explain.collect.graphs import UserLines, read_graph
+from tileops.explain.collect.guards import read_guards, read_recompile
+from tileops.explain.collect.inductor import Lowered, read_inductor
+from tileops.explain.collect.nodes import read_eager, read_nodes
+from tileops.explain.collect.normalise import STAGES, read_normalisation
+from tileops.explain.collect.run import read_caches, read_cuda_graphs, read_phases
+from tileops.explain.model import Compilation, Graph, Line, Report, Unknown
+
+_RESUME = re.compile(r"^torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line>\d+)$")
+
+
+def assemble(
+    report: Report, events: list[Event], recorded: list[Recorded], *, cuda_graphs: bool | None
+) -> None:
+    """Fill ``report`` with what was seen."""
+    pieces = [_compilation(group, cuda_graphs) for group in _by_compilation(events)]
+    report.compilations = [one for one in pieces if one.capture or one.breaks or one.error]
+    _after_breaks(report.compilations)
+    for one in report.compilations:
+        _whole_paths(one)
+        _plain_names(one)
+        one.ops = read_nodes(one, recorded)
+    graphs = [
+        g for one in report.compilations if one.normalisation for g in one.normalisation.graphs
+    ]
+    captured = [one.capture for one in report.compilations if one.capture]
+    gradient = any(g.stage == "joint" for g in graphs)
+    report.dispatch = read_dispatch([*captured, *graphs], gradient=gradient)
+    report.eager_ops = read_eager(recorded, report.compilations)
+    report.sources = _sources(report)
+    report.unknown = _unknown(report)
+
+
+def _by_compilation(events: list[Event]) -> list[list[Event]]:
+    """Events of each compilation. After ``torch._dynamo.reset`` an id is used again."""
+    current: dict[str, list[Event]] = {}
+    groups: list[list[Event]] = []
+    for event in events:
+        if event.place is None:
+            continue
+        starts = event.kind in ("recompile_reasons", "dynamo_start")
+        group = current.get(event.place)
+        begun = group and any(e.kind not in ("recompile_reasons", "dynamo_start") for e in group)
+        again = group and any(e.kind == event.kind for e in group)
+        if group is None or (starts and (begun or again)):
+            group = current[event.place] = []
+            groups.append(group)
+        group.append(event)
+    return groups
+
+
+def _of(events: list[Event], kind: str) -> list[Event]:
+    return [event for event in events if event.kind == kind]
+
+
+def _compilation(events: list[Event], cuda_graphs: bool | None) -> Compilation:
+    place = events[0].place or ""
+    metrics = _of(events, "compilation_metrics")
+    told = metrics[-1].data if metrics else {}
+    function = told.get("co_name") or ""
+    resumed = _RESUME.match(function)
+    file, number = told.get("co_filename"), told.get("co_firstlineno")
+    function = resumed["name"] if resumed else function
+    at = (
+        Line(file, number, function, linecache.getline(file, number).strip())
+        if file and number
+        else None
+    )
+    one = Compilation(place, function, at, bool(resumed), None)
+    last = max(event.attempt for event in events)
+    final = [event for event in events if event.attempt == last]
+    lines = UserLines()
+    if graphs := _of(final, "dynamo_output_graph"):
+        one.capture = _graph("capture", graphs[-1], lines)
+    one.inlined = read_inlined(_of(final, f"log:{private.TRACE_CALL}"))
+    one.loops = read_loops(_of(final, f"log:{private.TRACE_SOURCE}"))
+    seen = {}
+    for event in _of(events, "dynamo_graph_break_reason"):
+        found = read_break(event)
+        seen[found.kind, found.at.file if found.at else "", found.at.number if found.at else 0] = (
+            found
+        )
+    one.breaks = list(seen.values())
+    if guards := _of(events, "dynamo_cpp_guards_str"):
+        one.guards = read_guards(guards[-1])
+    if reasons := _of(events, "recompile_reasons"):
+        one.recompile = read_recompile(reasons[-1], int(place.rsplit("/", 1)[-1]))
+    stages = {event.kind: event for event in events if event.kind in STAGES and event.text}
+    if stages:
+        made = [_graph(STAGES[kind], event, lines) for kind, event in stages.items()]
+        one.normalisation = read_normalisation(made, one.capture)
+    _lowered(one, events, lines)
+    one.caches = read_caches(events)
+    one.phases = read_phases(events)
+    gpu = one.capture is not None and any(
+        (node.device or "").startswith("cuda") for node in one.capture.nodes
+    )
+    one.cuda_graphs = read_cuda_graphs(events, asked=cuda_graphs, on_gpu=gpu)
+    one.error = told.get("fail_reason") if not one.breaks else None
+    return one
+
+
+def _graph(stage: str, event: Event, lines: UserLines) -> Graph:
+    lines.stacks = event.data.get("stacks", [])
+    return read_graph(stage, event.text, lines)
+
+
+def _lowered(one: Compilation, events: list[Event], lines: UserLines) -> None:
+    """Each output code ends the events of one graph through Inductor."""
+    fusion: list[str] = []
+    timed: list[dict[str, float]] = []
+    nothing = Graph("lowered", "")
+    graph, scheduled = nothing, None
+    captured = (
+        {node.name: node.line for node in one.capture.nodes if node.line} if one.capture else {}
+    )
+    for event in events:
+        if event.kind == f"log:{private.FUSION}":
+            fusion.append(event.text)
+        elif event.kind == f"log:{private.POST_FUSION}":
+            scheduled = event.text
+        elif event.kind == "autotuned" and event.data["times"]:
+            timed.append(event.data["times"])
+        elif event.kind == "inductor_post_grad_graph":
+            graph = _graph("lowered", event, lines)
+        elif event.kind == "inductor_output_code" and event.text:
+            path = event.data.get("filename")
+            told = Lowered(event.text, path, graph, fusion, scheduled, timed, captured)
+            one.inductor.append(read_inductor(told))
+            fusion, timed, scheduled, graph = [], [], None, nothing
+
+
+def _after_breaks(compilations: list[Compilation]) -> None:
+    """What a break hands on, and the launches it adds."""
+    for one in compilations:
+        resumes = [
+            other for other in compilations
+            if other.resumes and other.at and one.at and other.at.file == one.at.file and other.capture
+        ]  # fmt: skip
+        for each in one.breaks:
+            if one.capture is not None:
+                names = set(crossing(one.capture))
+                each.crossing = [copy.deepcopy(n) for n in one.capture.nodes if n.name in names]
+            follows = [
+                other
+                for other in resumes
+                if each.at and other.at and other.at.number == each.at.number
+            ]
+            each.extra_launches = 1 if follows else 0
+
+
+def _whole_paths(one: Compilation) -> None:
+    """Torch prints the end of a guard's path; the graph has the whole."""
+    files = {node.line.file for node in one.capture.nodes if node.line} if one.capture else set()
+    if one.at:
+        files.add(one.at.file)
+    for guard in one.guards.guards if one.guards else ():
+        if guard.at:
+            whole = [file for file in files if file.endswith(guard.at.file)]
+            guard.at.file = whole[0] if len(whole) == 1 else guard.at.file
+
+
+def _plain_names(one: Compilation) -> None:
+    """The rest of a function after a break is that function to its author."""
+    graphs = [one.capture, *(one.normalisation.graphs if one.normalisation else ())]
+    for graph in graphs:
+        for node in graph.nodes if graph else ():
+            if node.line and (resumed := _RESUME.match(node.line.function)):
+                node.line.function = resumed["name"]
+
+
+def _sources(report: Report) -> dict[str, str]:
+    files = {
+        n.line.file
+        for one in report.compilations
+        if one.capture
+        for n in one.capture.nodes
+        if n.line
+    }
+    files |= {each.at.file for each in report.breaks if each.at}
+    files |= {one.at.file for one in report.compilations if one.at}
+    found = {}
+    for file in sorted(files):
+        path = Path(file)
+        if not private.is_torch_file(file) and path.is_file():
+            found[file] = path.read_text(encoding="utf-8", errors="replace")
+    return found
+
+
+def _unknown(report: Report) -> list[Unknown]:
+    lowered = [each for one in report.compilations for each in one.inductor]
+    found = []
+    if any(each.kernels and each.unfused is None for each in lowered):
+        why = (
+            "the code came from a cache: nothing was scheduled or timed. Explain with a cold cache."
+        )
+        found.append(Unknown("fusion groups, reasons and autotuning", why))
+    if lowered:
+        why = "a session listens to the compiler and measures no kernel"
+        found.append(Unknown("device time, bandwidth and host gaps of each kernel", why))
+    if report.breaks:
+        why = "a session listens to the compiler and measures no run"
+        found.append(Unknown("synchronisations at graph breaks", why))
+    if any(entry.visited is None for entry in report.dispatch):
+        found.append(Unknown("dispatch tables", "torch has no table for an operator"))
+    if any(one.cuda_graphs and one.cuda_graphs.used is None for one in report.compilations):
+        found.append(Unknown("CUDA graphs", "they are recorded at a later call"))
+    return found

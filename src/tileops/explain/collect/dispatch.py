@@ -1,0 +1,65 @@
+"""Who serves an operator under each dispatch key, and the order in which a call meets them."""
+
+from __future__ import annotations
+
+import re
+
+from tileops.explain import torch_private as private
+from tileops.explain.collect.normalise import short
+from tileops.explain.model import Dispatch, DispatchEntry, DispatchStep, Graph
+
+_ROW = re.compile(
+    r"^(?P<key>\w+): (?P<what>fallthrough |)registered at (?P<where>.+?) \[(?P<kind>[^\]]+)\]$"
+)
+
+
+def read_dispatch(graphs: list[Graph], *, gradient: bool) -> list[Dispatch]:
+    """For each operator of these graphs. ``gradient``: a tensor of the call requires grad."""
+    devices: dict[str, str] = {}
+    for graph in graphs:
+        for node in graph.nodes:
+            if node.target.startswith("torch.ops."):
+                device = (node.device or "cpu").split(":", 1)[0]
+                devices.setdefault(short(node.target), device)
+    return [_dispatch(name, device, gradient) for name, device in devices.items()]
+
+
+def _dispatch(name: str, device: str, gradient: bool) -> Dispatch:
+    parts = name.split(".")
+    overload = f".{parts[2]}" if len(parts) > 2 else ""
+    table = private.computed_table(f"{parts[0]}::{parts[1]}{overload}")
+    if table is None:
+        return Dispatch(name, [], None)
+    entries = []
+    for row in table.splitlines():
+        if match := _ROW.match(row.strip()):
+            kernel = "fallthrough" if match["what"] else match["kind"]
+            entries.append(DispatchEntry(match["key"], kernel, match["where"]))
+    return Dispatch(name, entries, _visited(entries, device, gradient))
+
+
+def _visited(
+    entries: list[DispatchEntry], device: str, gradient: bool
+) -> list[DispatchStep] | None:
+    """By torch's rule: the highest key of the call's set that is no fallthrough; redispatch goes on
+    with the keys below it. A composite kernel calls other operators, which dispatch for themselves."""
+    served = {entry.key: entry.kernel for entry in entries}
+    steps: list[DispatchStep] = []
+    keys = private.key_set(device, gradient=gradient)
+    if keys is None:
+        return None
+    passed: list[str] = []
+    for key, _ in private.redispatch(keys):
+        passed.append(key)
+        kernel = served.get(key)
+        if kernel is None:
+            continue
+        if kernel == "fallthrough":
+            steps.append(DispatchStep(key, "fallthrough", []))
+            continue
+        final = not key.startswith(("Autograd", "ADInplace", "Autocast", "Functionalize", "Python"))
+        final = final or "math" in kernel  # composite: CompositeImplicitAutograd
+        steps.append(DispatchStep(key, "kernel", [] if final else list(passed)))
+        if final:
+            break
+    return steps

@@ -1,0 +1,460 @@
+"""What an explanation says: plain data, one object per stage. ``None`` means unknown, always.
+
+An empty list says "there was none"; a view shows ``None`` as unknown with the reason that
+:attr:`Report.unknown` gives. All values are JSON's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+FORMAT = 1
+"""Goes up when a field changes its meaning or goes."""
+
+
+@dataclass
+class Line:
+    """A line of the user's source."""
+
+    file: str
+    number: int
+    function: str = ""
+    text: str = ""
+
+
+@dataclass
+class Node:
+    """A node of an FX graph."""
+
+    name: str
+    opcode: str
+    """``placeholder``, ``call_function``, ``call_method``, ``call_module``, ``get_attr``, ``output``"""
+    target: str
+    args: str
+    """As the code writes them."""
+    inputs: list[str] = field(default_factory=list)
+    """Names of the nodes that it reads."""
+    line: Line | None = None
+    dtype: str | None = None
+    """Short, as torch prints it: ``f32``, ``bf16``, ``i64``."""
+    shape: list[int | str] | None = None
+    """A string is a symbolic size."""
+    stride: list[int | str] | None = None
+    device: str | None = None
+    bytes: int | None = None
+    """Of its value; unknown with symbolic sizes and for what is no tensor."""
+
+
+@dataclass
+class Graph:
+    stage: str
+    """``capture``, ``joint``, ``forward``, ``backward``, ``inference``"""
+    code: str
+    nodes: list[Node] = field(default_factory=list)
+
+
+# ---- capture -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Inlined:
+    """A Python function whose body became part of the graph."""
+
+    function: str
+    at: Line
+    times: int
+
+
+@dataclass
+class Loop:
+    """A loop that tracing unrolled."""
+
+    at: Line
+    times: int | None
+
+
+@dataclass
+class Break:
+    """A place where a graph ends and Python takes over."""
+
+    kind: str
+    """``print``, ``item``, ``branch``, ``builtin``, ``generator``, ``skipped``, ``other``"""
+    reason: str
+    at: Line | None
+    stack: list[Line]
+    """Outermost first."""
+    advice: str
+    hints: list[str]
+    """What torch itself suggests."""
+    crossing: list[Node] | None = None
+    """Tensors that leave the graph here, and so live in memory."""
+    extra_launches: int | None = None
+    """Calls of compiled graphs that a call makes for this break."""
+    synchronizations: int | None = None
+    """Unknown until a run is measured."""
+
+
+# ---- guards --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Guard:
+    group: str
+    """``tensor``, ``global``, ``identity``, ``shape``, ``other``"""
+    kind: str
+    """Torch's name: ``TENSOR_MATCH``, ``ID_MATCH`` ..."""
+    source: str
+    """What is checked, such as ``L['x']``."""
+    code: str
+    at: Line | None = None
+    properties: dict[str, Any] = field(default_factory=dict)
+    """Of a tensor: dtype, device, size, stride, requires_grad."""
+
+
+@dataclass
+class Guards:
+    guards: list[Guard]
+    check_us: float | None
+    """Of one check, measured by torch."""
+
+
+@dataclass
+class Failure:
+    """A guard that sent a call to the compiler again."""
+
+    compile_id: str
+    """Of the earlier compilation whose guard failed."""
+    guard: str
+    source: str | None
+    property: str | None
+    """``size[0]``, ``dtype``, ``value`` ..."""
+    expected: str | None
+    actual: str | None
+    advice: str
+
+
+@dataclass
+class Recompile:
+    failures: list[Failure]
+    count: int
+    """Compilations of this code so far, this one included."""
+    limit: int | None
+
+
+# ---- dispatcher ----------------------------------------------------------------------------------
+
+
+@dataclass
+class DispatchEntry:
+    key: str
+    kernel: str
+    """``kernel``, ``fallthrough``, ``composite`` ..., as torch names what serves the key."""
+    registered_at: str | None
+
+
+@dataclass
+class DispatchStep:
+    key: str
+    what: str
+    """``kernel`` or ``fallthrough``"""
+    excludes: list[str]
+
+
+@dataclass
+class Dispatch:
+    """How torch's dispatcher serves an operator."""
+
+    operator: str
+    table: list[DispatchEntry]
+    visited: list[DispatchStep] | None
+    """For a call with the arguments seen."""
+
+
+# ---- normalisation -------------------------------------------------------------------------------
+
+
+@dataclass
+class Rewrite:
+    """An in-place line and its functional form."""
+
+    at: Line | None
+    before: str
+    after: list[str]
+    copy: bool
+    """Whether a write back to an input remains."""
+
+
+@dataclass
+class Decomposition:
+    at: Line | None
+    before: list[str]
+    after: list[str]
+
+
+@dataclass
+class Kept:
+    """A value that backward needs."""
+
+    name: str
+    target: str
+    bytes: int | None
+    at: Line | None
+
+
+@dataclass
+class Partition:
+    """Min-cut: what forward saves for backward, and what backward computes again."""
+
+    saved: list[Kept]
+    recomputed: list[Kept]
+    saved_bytes: int | None
+    save_all_bytes: int | None
+    """If every value that backward reads were saved."""
+
+
+@dataclass
+class Normalisation:
+    graphs: list[Graph]
+    rewrites: list[Rewrite]
+    copies: list[str]
+    """``aten.copy_`` nodes that remain: writes to inputs."""
+    decompositions: list[Decomposition]
+    partition: Partition | None
+    """None: no gradient is asked for, or unknown."""
+
+
+# ---- inductor ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Group:
+    """What Inductor's scheduler fused into one loop nest."""
+
+    name: str
+    """As Inductor counts: ``op0_op1``."""
+    kind: str
+    """As :attr:`Kernel.kind`."""
+    parts: list[str]
+    """Kind of each thing that was fused, in order."""
+    nodes: list[str]
+    buffers: list[str]
+
+
+@dataclass
+class Kernel:
+    """One launch: a generated function, or a call of a library's."""
+
+    name: str
+    kind: str
+    """``pointwise``, ``reduction``, ``template``, ``extern``, ``tileops``"""
+    language: str
+    """``triton``, ``cpp``, ``extern``"""
+    groups: list[Group] | None
+    """On the CPU one function may hold several loop nests. None: the code came from a cache."""
+    nodes: list[str] | None
+    """Of the ATen graph, that it computes."""
+    lines: list[Line]
+    """Of the user, that it computes."""
+    code: str | None
+    schedule: dict[str, Any]
+    """GPU: XBLOCK, num_warps ...; CPU: loops (order and length), vector, parallel."""
+    time_us: float | None = None
+    """Device time of one call; unknown until a run is measured."""
+    bytes: int | None = None
+    bandwidth_fraction: float | None = None
+
+
+@dataclass
+class Unfused:
+    """Neighbours that stayed apart."""
+
+    first: str
+    second: str
+    first_nodes: list[str]
+    second_nodes: list[str]
+    reason: str | None
+    """None: torch gave none."""
+
+
+@dataclass
+class Buffer:
+    name: str
+    bytes: int | None
+    reuses: str | None
+    """The dead buffer whose memory it takes."""
+
+
+@dataclass
+class Candidate:
+    kernel: str
+    time_us: float
+    chosen: bool
+
+
+@dataclass
+class Inductor:
+    """One graph through Inductor. Forward and backward each have one."""
+
+    stage: str
+    kernels: list[Kernel]
+    unfused: list[Unfused] | None
+    buffers: list[Buffer]
+    """That it allocates, in order."""
+    candidates: list[Candidate] | None
+    code: str
+    path: str | None
+
+
+# ---- run -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class CacheLookup:
+    level: str
+    """``dynamo``, ``aot_autograd``, ``fx_graph``, ``tileops``"""
+    outcome: str
+    """``hit``, ``miss``, ``bypass``"""
+    key: str | None
+    reason: str | None = None
+
+
+@dataclass
+class Phase:
+    name: str
+    seconds: float
+
+
+@dataclass
+class CudaGraphs:
+    used: bool | None
+    reason: str | None
+    """Why they were skipped."""
+
+
+@dataclass
+class Call:
+    """One call of compiled code."""
+
+    function: str
+    seconds: float
+    compiled: list[str]
+    """Ids of the compilations that it caused."""
+
+
+# ---- tileops -------------------------------------------------------------------------------------
+
+
+@dataclass
+class OpNode:
+    op: str
+    parameters: str
+    node: str | None
+    """Its node in the captured graph; None for an eager call."""
+    at: Line | None
+    target: str | None
+    decided_by: str | None
+    kernel: str | None
+    refused: dict[str, str]
+    """Kernel → why it refused."""
+    identity: str | None
+    plan_hit: bool | None
+    substituted_from: list[Line]
+    fused_into: str | None
+    not_fused: str | None
+    """Why it stays a kernel of its own."""
+
+
+# ---- the whole -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Compilation:
+    """One compilation of one frame. Python calls a part of a function after a break a frame too."""
+
+    id: str
+    """As torch counts: ``frame/compilation``, such as ``0/1``."""
+    function: str
+    at: Line | None
+    resumes: bool
+    """It is what follows a graph break."""
+    capture: Graph | None
+    """None: nothing was captured."""
+    inlined: list[Inlined] | None = None
+    loops: list[Loop] | None = None
+    breaks: list[Break] = field(default_factory=list)
+    guards: Guards | None = None
+    recompile: Recompile | None = None
+    normalisation: Normalisation | None = None
+    inductor: list[Inductor] = field(default_factory=list)
+    caches: list[CacheLookup] = field(default_factory=list)
+    phases: list[Phase] = field(default_factory=list)
+    cuda_graphs: CudaGraphs | None = None
+    ops: list[OpNode] = field(default_factory=list)
+    error: str | None = None
+
+
+@dataclass
+class Unknown:
+    """What could not be known, and why."""
+
+    what: str
+    why: str
+
+
+@dataclass
+class Report:
+    title: str = ""
+    torch: str = ""
+    device: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    compilations: list[Compilation] = field(default_factory=list)
+    dispatch: list[Dispatch] = field(default_factory=list)
+    calls: list[Call] | None = None
+    """None: the calls were the user's own."""
+    eager_ops: list[OpNode] = field(default_factory=list)
+    unknown: list[Unknown] = field(default_factory=list)
+    sources: dict[str, str] = field(default_factory=dict)
+    """Text of the user's files that lines point to."""
+    result: Any = field(default=None, repr=False, compare=False)
+    """What the explained function returned; not in JSON."""
+
+    @property
+    def breaks(self) -> list[Break]:
+        return [each for one in self.compilations for each in one.breaks]
+
+    @property
+    def recompiles(self) -> list[Compilation]:
+        return [one for one in self.compilations if one.recompile is not None]
+
+    @property
+    def graphs(self) -> list[Graph]:
+        return [one.capture for one in self.compilations if one.capture is not None]
+
+    @property
+    def unfused(self) -> list[Unfused]:
+        return [u for one in self.compilations for ind in one.inductor for u in ind.unfused or ()]
+
+    def plain(self) -> dict[str, Any]:
+        """As dictionaries and lists."""
+        names = [f.name for f in dataclasses.fields(self) if f.name != "result"]
+        return {"format": FORMAT, **{name: _plain(getattr(self, name)) for name in names}}
+
+    def to_json(self, indent: int | None = None) -> str:
+        return json.dumps(self.plain(), indent=indent)
+
+    def show(self, *, width: int | None = None) -> None:
+        """Print it for a terminal."""
+        from tileops.explain.views.terminal import render
+
+        print(render(self, width=width))
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return value

@@ -1,0 +1,125 @@
+"""Listen while compiled code runs, then say what happened."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from tileops.engine.record import recording
+from tileops.explain import torch_private as private
+from tileops.explain.collect.assemble import assemble
+from tileops.explain.collect.events import Events
+from tileops.explain.model import Call, Report
+
+__all__ = ["explain", "explaining"]
+
+
+@contextlib.contextmanager
+def explaining(title: str = "") -> Iterator[Report]:
+    """Explain what the block compiles and runs, by its own calls of compiled code.
+
+    The report is filled when the block ends, also by an exception. Caches are the user's own, so
+    what was compiled before the block shows only where it is compiled again.
+    """
+    with _explaining(Report(title=title), None) as report:
+        yield report
+
+
+@contextlib.contextmanager
+def _explaining(report: Report, cuda_graphs: bool | None) -> Iterator[Report]:
+    events = Events()
+    report.torch = torch.__version__
+    report.device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    recorded: list[Any] = []
+    try:
+        with recording() as recorded, events.listening():
+            yield report
+    finally:
+        assemble(report, events.seen, recorded, cuda_graphs=cuda_graphs)
+
+
+def explain(
+    target: Callable[..., Any],
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    backend: str | Callable[..., Any] = "inductor",
+    dynamic: bool | None = None,
+    mode: str | None = None,
+    training: bool | None = None,
+    fullgraph: bool = False,
+) -> Report:
+    """Compile a function or module, call it once with ``args``, and say what torch did.
+
+    ``training=True`` also runs backward (``.grad`` stays as it is); ``False`` calls without
+    gradients; ``None`` takes the grad mode as it is. Compiled versions, disk caches and what torch
+    learnt about sizes are private to the call and dropped, so every stage is shown cold. The
+    result is :attr:`Report.result`.
+    """
+    name = getattr(target, "__qualname__", None) or type(target).__name__
+    report = Report(title=name)
+    chosen = {
+        "backend": backend,
+        "dynamic": dynamic,
+        "mode": mode,
+        "training": training,
+        "fullgraph": fullgraph,
+    }
+    report.settings = {key: _plain(value) for key, value in chosen.items()}
+    graphs = mode in ("reduce-overhead", "max-autotune") or backend == "cudagraphs"
+    tensors = _tensors(target, args, kwargs or {})
+    cpu = backend == "inductor" and any(each.device.type == "cpu" for each in tensors)
+    with private.untouched(cpu=cpu):
+        compiled = torch.compile(
+            _own_code(target), backend=backend, dynamic=dynamic, mode=mode, fullgraph=fullgraph
+        )
+        with _explaining(report, graphs):
+            started = time.perf_counter()
+            with torch.set_grad_enabled(torch.is_grad_enabled() if training is None else training):
+                report.result = compiled(*args, **(kwargs or {}))
+                if training:
+                    _backward(tensors, report.result)
+            seconds = time.perf_counter() - started
+    report.calls = [Call(name, seconds, [one.id for one in report.compilations])]
+    return report
+
+
+def _plain(value: Any) -> Any:
+    known = value is None or isinstance(value, bool | int | float | str)
+    return value if known else getattr(value, "__name__", type(value).__name__)
+
+
+def _own_code(target: Any) -> Any:
+    """A function with a code object of its own, to which torch attaches what it compiles."""
+    if not isinstance(target, types.FunctionType):
+        return target
+    own = types.FunctionType(
+        target.__code__.replace(), target.__globals__, target.__name__, target.__defaults__,
+        target.__closure__,
+    )  # fmt: skip
+    own.__kwdefaults__, own.__qualname__ = target.__kwdefaults__, target.__qualname__
+    own.__dict__.update(target.__dict__)
+    return own
+
+
+def _tensors(*given: Any) -> list[torch.Tensor]:
+    found = []
+    for leaf in torch.utils._pytree.tree_leaves(given):
+        if isinstance(leaf, torch.nn.Module):
+            found += [*leaf.parameters(), *leaf.buffers()]
+        elif isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+    return found
+
+
+def _backward(given: list[torch.Tensor], result: Any) -> None:
+    """Through the graph and no further: ``.grad`` of nothing changes."""
+    wanted = [each for each in given if each.requires_grad]
+    outputs = [each for each in _tensors(result) if each.requires_grad]
+    if wanted and outputs:
+        ones = [torch.ones_like(each) for each in outputs]
+        torch.autograd.grad(outputs, wanted, ones, allow_unused=True, retain_graph=True)

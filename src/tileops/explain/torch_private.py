@@ -1,0 +1,252 @@
+"""The only door to what torch keeps private (2.11 to 2.14); each adapter has its test.
+
+An adapter that a release does not serve returns None, and the report says "unknown".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = [
+    "CUDAGRAPHS", "FUSION", "POST_FUSION", "TRACE", "TRACE_CALL", "TRACE_SOURCE", "compile_place",
+    "compiled_times", "computed_table", "is_torch_file", "key_set", "limit", "node_stacks",
+    "on_autotune", "recompiled_frame", "redispatch", "tapped", "untouched",
+]  # fmt: skip
+
+TRACE = "torch.__trace"
+"""The structured trace: what torch tells its own tools about each stage."""
+TRACE_SOURCE = "torch._dynamo.symbolic_convert.__trace_source"
+TRACE_CALL = "torch._dynamo.symbolic_convert.__trace_call"
+FUSION = "torch._inductor.scheduler.__fusion"
+POST_FUSION = "torch._inductor.debug.__ir_post_fusion"
+CUDAGRAPHS = "torch._inductor.cudagraph_utils.__cudagraphs"
+
+
+class _Tap(logging.Handler):
+    """Takes every record, and passes on those that would have been seen without it."""
+
+    def __init__(self, logger: logging.Logger, take: Callable[[logging.LogRecord], None]) -> None:
+        super().__init__(logging.DEBUG)
+        self.logger, self.take = logger, take
+        self.before = (logger.level, logger.propagate, list(logger.handlers))
+        self.visible = logger.getEffectiveLevel()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self.take(record)
+        except Exception:  # noqa: BLE001  (a tap must never end the compilation it watches)
+            self.handleError(record)
+        _, propagate, handlers = self.before
+        if record.levelno < self.visible:
+            return
+        for handler in handlers:
+            if record.levelno >= handler.level:
+                handler.handle(record)
+        if propagate and self.logger.parent is not None:
+            self.logger.parent.callHandlers(record)
+
+
+@contextlib.contextmanager
+def tapped(names: dict[str, Callable[[logging.LogRecord], None]]) -> Iterator[None]:
+    """Listen to these loggers; afterwards they are as before, and others saw what they would have."""
+    taps = []
+    try:
+        for name, take in names.items():
+            logger = logging.getLogger(name)
+            tap = _Tap(logger, take)
+            taps.append(tap)
+            logger.handlers[:] = [tap]
+            logger.propagate = False
+            logger.setLevel(logging.DEBUG)
+        yield
+    finally:
+        for tap in taps:
+            level, propagate, handlers = tap.before
+            tap.logger.handlers[:] = handlers
+            tap.logger.propagate = propagate
+            tap.logger.setLevel(level)
+
+
+def compile_place() -> tuple[str, int] | None:
+    """Id and attempt of the compilation that this thread is in."""
+    place = torch._guards.CompileContext.current_trace_id()
+    return None if place is None else (str(place.compile_id), place.attempt)
+
+
+def recompiled_frame() -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Locals and globals of the user's call that a guard has just refused."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "get_and_maybe_log_recompilation_reasons":
+            user = frame.f_locals.get("frame")
+            return None if user is None else (user.f_locals, user.f_globals)
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def node_stacks() -> list[dict[str, str]]:
+    """For each graph at hand where torch has just printed one: the user's stack of each node.
+
+    The printed graph has the innermost line only, which in a module of torch's own is torch's.
+    """
+    frame = sys._getframe(1)
+    for _ in range(16):  # the frames of logging, and some of torch
+        graphs = [v for v in frame.f_locals.values() if isinstance(v, torch.fx.GraphModule)]
+        if graphs or frame.f_back is None:
+            break
+        frame = frame.f_back
+    return [
+        {node.name: node.stack_trace for node in graph.graph.nodes if node.stack_trace}
+        for graph in graphs
+    ]
+
+
+def on_autotune(take: Callable[[str, dict[str, float]], None]) -> Callable[[], None] | None:
+    """Call ``take`` with each choice that Inductor times: what for, and milliseconds by candidate.
+    Gives what ends it. Inductor must be loaded: a session costs nothing where it is not used."""
+    try:
+        from torch._inductor.select_algorithm import get_algorithm_selector_cache
+    except ImportError:
+        return None
+    cache = get_algorithm_selector_cache()
+
+    def saver(timings: dict[Any, float], name: str, *_: Any) -> None:
+        take(name, {getattr(choice, "name", str(choice)): time for choice, time in timings.items()})
+
+    cache.add_feedback_saver(saver)
+
+    def end() -> None:
+        cache.feedback_saver_fns[:] = [fn for fn in cache.feedback_saver_fns if fn is not saver]
+
+    return end
+
+
+def limit() -> int | None:
+    """Compilations of one code after which Dynamo gives up."""
+    return getattr(torch._dynamo.config, "recompile_limit", None)
+
+
+# ---- the dispatcher ------------------------------------------------------------------------------
+
+
+def computed_table(operator: str) -> str | None:
+    """Torch's own text: a line for each dispatch key that something serves."""
+    try:
+        return torch._C._dispatch_dump_table(operator) or None
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def key_set(device: str, *, gradient: bool) -> Any:
+    """The keys that a plain tensor of this device brings to a call, less what threads exclude."""
+    backend = torch._C._dispatch_key_for_device(device)
+    names = [backend, "ADInplaceOrView", f"Autograd{backend}", f"Autocast{backend}"]
+    if not gradient:  # inference tensors bring neither
+        names = [name for name in names if not name.startswith(("ADInplace", "Autograd"))]
+    keys = None
+    for name in names:
+        try:
+            one = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(name))
+        except RuntimeError:  # a device without this functionality
+            continue
+        keys = one if keys is None else keys | one
+    return None if keys is None else keys - torch._C._dispatch_tls_local_exclude_set()
+
+
+def redispatch(keys: Any) -> Iterator[tuple[str, Any]]:
+    """Each key in the order of priority, with the set that remains below it."""
+    undefined = torch._C.DispatchKey.Undefined
+    while (key := keys.highestPriorityTypeId()) != undefined:
+        below = keys & torch._C._dispatch_keyset_full_after(key)
+        yield torch._C._dispatch_key_name(key), below
+        keys = below
+
+
+# ---- caches and state ----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def untouched(*, cpu: bool) -> Iterator[None]:
+    """What the block compiles, and what torch learns by it, is gone afterwards. ``cpu``: it may
+    compile C++."""
+    if cpu:
+        _probe_processor()
+    with _private_disk(), _same_shapes_state(), _forgotten_code():
+        yield
+
+
+def _probe_processor() -> None:
+    """Inductor compiles a program for each instruction set to see whether it runs: a fact about the
+    machine, which is looked up in the user's cache and not found out anew."""
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    pick_vec_isa()
+
+
+@contextlib.contextmanager
+def _private_disk() -> Iterator[None]:
+    """An empty cache directory meanwhile. Compiled C++ headers stay shared: torch keeps those apart."""
+    from torch._inductor.utils import fresh_cache
+
+    with fresh_cache():
+        yield
+
+
+@contextlib.contextmanager
+def _same_shapes_state() -> Iterator[None]:
+    """Sizes that Dynamo has seen vary are the same before and after."""
+    from torch._dynamo import pgo
+
+    names = [name for name in ("_CODE_STATE", "_INIT_CODE_STATE") if hasattr(pgo, name)]
+    before = {name: copy.deepcopy(getattr(pgo, name)) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(pgo, name, value)
+
+
+@contextlib.contextmanager
+def _forgotten_code() -> Iterator[None]:
+    """Functions that had no compiled version have none afterwards."""
+    from torch._dynamo.convert_frame import register_bytecode_hook
+
+    fresh: list[Any] = []
+
+    def seen(code: types.CodeType, new_code: types.CodeType) -> None:
+        if not compiled_times(code):
+            fresh.append(code)
+
+    handle = register_bytecode_hook(seen)
+    try:
+        yield
+    finally:
+        handle.remove()
+        for code in fresh:
+            torch._C._dynamo.eval_frame.reset_code(code)
+
+
+def compiled_times(code: Any) -> int:
+    """Compiled versions that Dynamo holds for a code object."""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    return len(_debug_get_cache_entry_list(code))
+
+
+@functools.cache
+def package_root() -> str:
+    return str(Path(torch.__file__).parent)
+
+
+def is_torch_file(file: str) -> bool:
+    return file.startswith(package_root() + "/")

@@ -1,0 +1,204 @@
+"""A report for a terminal: one screen of summary, then each compilation stage by stage."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from tileops.explain.model import (
+    Break,
+    Compilation,
+    Guards,
+    Inductor,
+    Line,
+    Normalisation,
+    OpNode,
+    Recompile,
+    Report,
+)
+
+_UNKNOWN = "unknown"
+
+
+def render(report: Report, *, width: int | None = None) -> str:
+    columns = width or min(shutil.get_terminal_size().columns, 120)
+    lines = [*_summary(report)]
+    for one in report.compilations:
+        lines += ["", *_compilation(one)]
+    lines += _rest(report)
+    return "\n".join(_fold(line, columns) for line in lines)
+
+
+def _fold(line: str, columns: int) -> str:
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    return (
+        "\n".join(textwrap.wrap(line, columns, subsequent_indent=indent, break_on_hyphens=False))
+        or ""
+    )
+
+
+def _where(line: Line | None) -> str:
+    return _UNKNOWN if line is None else f"{Path(line.file).name}:{line.number}"
+
+
+def _code(line: Line | None) -> str:
+    return f"{_where(line)}  {line.text}" if line else _UNKNOWN
+
+
+def size(count: int | None) -> str:
+    """Bytes for a reader."""
+    if count is None:
+        return _UNKNOWN
+    units = ["B", "KiB", "MiB", "GiB"]
+    number = float(count)
+    while number >= 1024 and len(units) > 1:
+        number /= 1024
+        units.pop(0)
+    return f"{number:.0f} {units[0]}" if units[0] == "B" else f"{number:.1f} {units[0]}"
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}{'' if number == 1 else 's'}"
+
+
+def _summary(report: Report) -> Iterable[str]:
+    kernels = [k for one in report.compilations for each in one.inductor for k in each.kernels]
+    yield f"{report.title or 'compiled code'}  (torch {report.torch}, {report.device})"
+    yield (
+        f"  {_count(len(report.graphs), 'graph')}, {_count(len(report.breaks), 'break')}, "
+        f"{_count(len(report.recompiles), 'recompilation')}, {_count(len(kernels), 'kernel launch')}"
+    ).replace("launchs", "launches")
+    for each in report.breaks:
+        yield f"  break: {_code(each.at)}"
+    for one in report.recompiles:
+        for failure in one.recompile.failures if one.recompile else ():
+            yield f"  recompiled {one.function}: {failure.guard}"
+
+
+def _compilation(one: Compilation) -> Iterable[str]:
+    rest = ", the rest after a break" if one.resumes else ""
+    yield f"[{one.id}] {one.function}{rest}  {_where(one.at)}"
+    if one.error:
+        yield f"  failed: {one.error}"
+    if one.capture:
+        nodes = [node for node in one.capture.nodes if node.opcode.startswith("call")]
+        yield f"  Capture: {_count(len(nodes), 'operation')}"
+        for node in nodes:
+            yield f"    {node.name:<16} {node.opcode:<14} {node.target}({node.args})  {_where(node.line)}"
+    for inlined in one.inlined or ():
+        yield f"    inlined {inlined.function}, {_count(inlined.times, 'time')}  {_code(inlined.at)}"
+    for loop in one.loops or ():
+        times = _UNKNOWN if loop.times is None else _count(loop.times, "time")
+        yield f"    unrolled {times}  {_code(loop.at)}"
+    for each in one.breaks:
+        yield from _break(each)
+    if one.recompile:
+        yield from _recompile(one.recompile)
+    if one.guards:
+        yield from _guards(one.guards)
+    if one.normalisation:
+        yield from _normalisation(one.normalisation)
+    for lowered in one.inductor:
+        yield from _inductor(lowered)
+    yield from _run(one)
+    for op in one.ops:
+        yield from _op(op)
+
+
+def _break(each: Break) -> Iterable[str]:
+    yield f"  Break ({each.kind}): {_code(each.at)}"
+    yield f"    {each.reason}"
+    if each.crossing is not None:
+        values = ", ".join(
+            f"{n.name} {n.dtype or ''} {n.shape or ''} {size(n.bytes)}" for n in each.crossing
+        )
+        yield f"    values that cross: {values or 'none'}"
+    if each.extra_launches:
+        yield f"    cost: {_count(each.extra_launches, 'more graph call')} in each call"
+    yield f"    mend: {each.advice}"
+
+
+def _recompile(again: Recompile) -> Iterable[str]:
+    limit = _UNKNOWN if again.limit is None else again.limit
+    yield f"  Recompiled: version {again.count} of at most {limit}"
+    for failure in again.failures:
+        values = f"expected {failure.expected or _UNKNOWN}, got {failure.actual or _UNKNOWN}"
+        yield f"    {failure.source or failure.guard} {failure.property or ''}: {values}"
+        yield f"    mend: {failure.advice}"
+
+
+def _guards(guards: Guards) -> Iterable[str]:
+    groups = Counter(guard.group for guard in guards.guards)
+    cost = _UNKNOWN if guards.check_us is None else f"{guards.check_us:.1f} µs a check"
+    yield f"  Guards: {', '.join(f'{n} {g}' for g, n in groups.items())}; {cost}"
+    for guard in guards.guards:
+        if guard.group == "shape" or guard.kind == "TENSOR_MATCH":
+            facts = {k: v for k, v in guard.properties.items() if k != "dispatch_keys"}
+            text = ", ".join(f"{name} {value}" for name, value in facts.items())
+            yield f"    {guard.source}: {text or guard.code}"
+
+
+def _normalisation(made: Normalisation) -> Iterable[str]:
+    counts = [f"{g.stage} {sum(n.opcode.startswith('call') for n in g.nodes)}" for g in made.graphs]
+    yield f"  ATen: operations: {', '.join(counts)}"
+    for rewrite in made.rewrites:
+        copy = "; a copy back to the input remains" if rewrite.copy else ""
+        yield f"    functional: {rewrite.before} → {'; '.join(rewrite.after) or _UNKNOWN}{copy}"
+    for change in made.decompositions:
+        yield f"    {_where(change.at)}: {', '.join(change.before)} → {', '.join(change.after)}"
+    if made.partition:
+        part = made.partition
+        everything = size(part.save_all_bytes)
+        yield f"    saved for backward: {size(part.saved_bytes)} (all that it reads: {everything})"
+        for name, kept in (("save", part.saved), ("recompute", part.recomputed)):
+            for each in kept:
+                place = _where(each.at) if each.at else "an input"
+                yield f"      {name} {each.name} = {each.target}, {size(each.bytes)}  {place}"
+
+
+def _inductor(lowered: Inductor) -> Iterable[str]:
+    yield f"  Inductor ({lowered.stage}): {_count(len(lowered.kernels), 'kernel')}"
+    for kernel in lowered.kernels:
+        nodes = _UNKNOWN if kernel.nodes is None else ", ".join(kernel.nodes)
+        lines = ", ".join(map(_where, kernel.lines))
+        yield f"    {kernel.name}  {kernel.kind}, {kernel.language}: {nodes}  [{lines}]"
+    for each in lowered.candidates or ():
+        yield f"    timed {each.kernel}: {each.time_us:.1f} µs{', chosen' if each.chosen else ''}"
+    if lowered.unfused is None:
+        yield f"    not fused: {_UNKNOWN}, the code came from a cache"
+    for apart in lowered.unfused or ():
+        first, second = ", ".join(apart.first_nodes), ", ".join(apart.second_nodes)
+        pair = f"{first or apart.first} | {second or apart.second}"
+        yield f"    not fused: {pair}: {apart.reason or 'torch gave no reason'}"
+
+
+def _run(one: Compilation) -> Iterable[str]:
+    if one.caches:
+        yield "  Caches: " + ", ".join(f"{each.level} {each.outcome}" for each in one.caches)
+    if one.phases:
+        yield "  Time: " + ", ".join(f"{each.name} {each.seconds:.2f} s" for each in one.phases)
+    if one.cuda_graphs:
+        used = {True: "used", False: "skipped", None: _UNKNOWN}[one.cuda_graphs.used]
+        yield f"  CUDA graphs: {used} {one.cuda_graphs.reason or ''}"
+
+
+def _op(op: OpNode) -> Iterable[str]:
+    yield f"  tileops {op.op}{op.parameters}  {_where(op.at)}"
+    target = f"target {op.target or _UNKNOWN} (by {op.decided_by or _UNKNOWN})"
+    yield f"    {target}, kernel {op.kernel or _UNKNOWN}"
+    for name, reason in op.refused.items():
+        yield f"    refused {name}: {reason}"
+    if op.not_fused:
+        yield f"    not fused: {op.not_fused}"
+
+
+def _rest(report: Report) -> Iterable[str]:
+    for call in report.calls or ():
+        yield f"call of {call.function}: {call.seconds:.2f} s, {_count(len(call.compiled), 'compilation')}"
+    for op in report.eager_ops:
+        yield from _op(op)
+    for each in report.unknown:
+        yield f"unknown: {each.what}: {each.why}"

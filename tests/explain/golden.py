@@ -1,0 +1,103 @@
+"""Functions with known answers. The answer stands with each, from what the code means."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def whole(x):
+    """No break: one graph of three operations."""
+    return torch.relu(x * 2 + 1)
+
+
+def prints(x):
+    """One break, by ``print``; ``y`` and nothing else crosses it: 4 × 4 float32 are 64 bytes."""
+    y = x * 2
+    print("between")
+    return y + 1
+
+
+def three_breaks(x):
+    """Three breaks of three kinds: ``print``, ``.item()``, and a function that torch may not see."""
+    y = x * 2
+    print("first")
+    scale = (y + 1).sum().item()
+    y = y * 3 + scale
+    return hidden(y) + 1
+
+
+@torch.compiler.disable
+def hidden(y):
+    return y - 1
+
+
+def branches(x):
+    """A branch on data: a break, and two graphs: before it and after it."""
+    y = x * 2
+    if y.sum() > 0:
+        return y + 1
+    return y - 1
+
+
+def helper(x):
+    return x * 2
+
+
+def unrolls(x):
+    """A loop that runs three times: three inlined calls, three multiplications."""
+    for _ in range(3):
+        x = helper(x)
+    return x + 1
+
+
+def scaled(x, factor):
+    """Recompiled for another size, another dtype, another ``factor``."""
+    return x * factor
+
+
+def fuses(x):
+    """Pointwise work on the same data: one kernel."""
+    return torch.relu(x * 2 + 1) * x
+
+
+def interrupted(x, w):
+    """A product between two pointwise operations: they cannot share a kernel."""
+    return torch.relu(torch.relu(x * 2) @ w)
+
+
+def writes_input(x):
+    """The write to ``x`` must reach the caller: one copy remains."""
+    x.add_(1)
+    return x * 2
+
+
+def writes_temporary(x):
+    """The write to ``y`` is nobody's business: no copy."""
+    y = x * 2
+    y.add_(1)
+    return y * 3
+
+
+def decomposes(x, w, b):
+    """``linear`` is no operator that Inductor lowers: a transposition and a product with addition."""
+    return F.linear(x, w, b)
+
+
+def recomputes(x):
+    """Backward needs ``x`` and ``sin(x)``. Saving ``x`` alone is enough: ``sin`` is cheap to repeat."""
+    return torch.cos(torch.sin(x))
+
+
+def saves(x, w):
+    """Backward of the product needs ``relu(x)``; it is dear enough in no case to repeat a product:
+    ``exp`` of it needs its result, which is saved."""
+    return torch.exp(x @ w)
+
+
+def unrolls_and_prints(x):
+    """A break after the loop makes torch trace the loop again; it still runs three times."""
+    for _ in range(3):
+        x = helper(x)
+    print("after")
+    return x + 1

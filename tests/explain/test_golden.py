@@ -1,0 +1,235 @@
+"""What a report says of functions whose answers are known beforehand."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+import tileops
+from tests.explain import golden
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def line_of(function, text: str) -> int:
+    lines, start = inspect.getsourcelines(function)
+    return start + next(number for number, line in enumerate(lines) if text in line)
+
+
+# ---- capture and breaks --------------------------------------------------------------------------
+
+
+def test_no_break():
+    report = tileops.explain(golden.whole, torch.randn(4, 4), backend="eager")
+    assert report.breaks == []
+    assert [graph.stage for graph in report.graphs] == ["capture"]
+    calls = [node for node in report.graphs[0].nodes if node.opcode.startswith("call")]
+    assert [node.target for node in calls] == ["operator.mul", "operator.add", "torch.relu"]
+    assert [node.inputs for node in calls] == [["l_x_"], ["mul"], ["add"]]
+    place = (golden.__file__, line_of(golden.whole, "torch.relu"))
+    assert {(node.line.file, node.line.number) for node in calls} == {place}
+    assert {(node.dtype, tuple(node.shape), node.bytes) for node in calls} == {("f32", (4, 4), 64)}
+
+
+def test_one_break():
+    report = tileops.explain(golden.prints, torch.randn(4, 4), backend="eager")
+    assert [each.kind for each in report.breaks] == ["print"]
+    only = report.breaks[0]
+    assert only.at.number == line_of(golden.prints, "print(")
+    assert [(node.name, node.bytes) for node in only.crossing] == [("y", 64)]
+    assert only.extra_launches == 1
+    assert "print" in only.advice
+    assert [one.resumes for one in report.compilations] == [False, True]
+
+
+def test_three_breaks():
+    report = tileops.explain(golden.three_breaks, torch.randn(4, 4), backend="eager")
+    expected = [("print", "print("), ("item", "scale ="), ("skipped", "hidden(y)")]
+    assert [(each.kind, each.at.number) for each in report.breaks] == [
+        (kind, line_of(golden.three_breaks, text)) for kind, text in expected
+    ]
+    assert len(report.graphs) == 4
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_branch_on_data(sign):
+    report = tileops.explain(golden.branches, sign * torch.ones(4, 4), backend="eager")
+    assert [each.kind for each in report.breaks] == ["branch"]
+    assert report.breaks[0].at.number == line_of(golden.branches, "if y")
+    assert len(report.graphs) == 2
+    last = [node.target for node in report.graphs[1].nodes if node.opcode.startswith("call")]
+    assert last == ["operator.add" if sign > 0 else "operator.sub"]
+
+
+def test_loop_unrolled():
+    report = tileops.explain(golden.unrolls, torch.randn(4), backend="eager")
+    only = report.compilations[0]
+    assert [(loop.at.number, loop.times) for loop in only.loops] == [
+        (line_of(golden.unrolls, "for _"), 3)
+    ]
+    assert [(each.function, each.times) for each in only.inlined] == [("helper", 3)]
+    assert [n.target for n in only.capture.nodes].count("operator.mul") == 3
+
+
+def test_loop_is_counted_once_though_traced_twice():
+    report = tileops.explain(golden.unrolls_and_prints, torch.randn(4), backend="eager")
+    assert [loop.times for loop in report.compilations[0].loops] == [3]
+    assert [each.times for each in report.compilations[0].inlined] == [3]
+    assert [each.kind for each in report.breaks] == ["print"]
+
+
+# ---- guards and recompilations -------------------------------------------------------------------
+
+
+def test_three_recompilations():
+    compiled = torch.compile(golden.scaled, backend="eager", dynamic=False)
+    with tileops.explaining() as report:
+        compiled(torch.randn(4), 2)
+        compiled(torch.randn(5), 2)
+        compiled(torch.randn(4, dtype=torch.float64), 2)
+        compiled(torch.randn(4), 3)
+    assert len(report.recompiles) == 3
+    seen = [
+        (f.property, f.expected, f.actual)
+        for one in report.recompiles
+        for f in one.recompile.failures
+        if f.compile_id == report.compilations[0].id
+    ]
+    assert seen == [("size[0]", "4", "5"), ("dtype", "Float", "Double"), ("value", "2", "3")]
+    assert "mark_dynamic(x, 0)" in report.recompiles[0].recompile.failures[0].advice
+    assert [one.recompile.count for one in report.recompiles] == [2, 3, 4]
+    assert report.recompiles[0].recompile.limit == torch._dynamo.config.recompile_limit
+
+
+def test_guards_by_group():
+    report = tileops.explain(golden.scaled, torch.randn(4), 2, backend="eager", dynamic=False)
+    guards = report.compilations[0].guards
+    (tensor,) = [guard for guard in guards.guards if guard.kind == "TENSOR_MATCH"]
+    assert (tensor.group, tensor.source) == ("tensor", "L['x']")
+    assert tensor.properties["size"] == [4]
+    assert tensor.properties["stride"] == [1]
+    assert tensor.properties["dtype"] == "float32"
+    assert any(g.group == "identity" and g.source == "L['factor']" for g in guards.guards)
+    assert any(g.group == "global" and g.kind == "GLOBAL_STATE" for g in guards.guards)
+    assert guards.check_us > 0
+
+
+def test_dynamic_size_is_a_range():
+    report = tileops.explain(golden.whole, torch.randn(6, 4), backend="eager", dynamic=True)
+    shapes = [g for g in report.compilations[0].guards.guards if g.group == "shape"]
+    assert any("size()[0]" in guard.code for guard in shapes)
+    assert any(isinstance(size, str) for size in report.graphs[0].nodes[-2].shape)
+
+
+# ---- normalisation -------------------------------------------------------------------------------
+
+AOT = "aot_eager_decomp_partition"
+
+
+def test_write_to_an_input_leaves_a_copy():
+    x = torch.zeros(4)
+    report = tileops.explain(golden.writes_input, x, backend=AOT)
+    assert x.tolist() == [1.0] * 4
+    made = report.compilations[0].normalisation
+    assert len(made.copies) == 1
+    (rewrite,) = made.rewrites
+    assert rewrite.copy
+    assert rewrite.before == "l_x_.add_(1)"
+    assert any("aten.add.Tensor" in form for form in rewrite.after)
+    assert rewrite.at.number == line_of(golden.writes_input, "add_")
+
+
+def test_write_to_a_temporary_leaves_none():
+    report = tileops.explain(golden.writes_temporary, torch.zeros(4), backend=AOT)
+    made = report.compilations[0].normalisation
+    assert made.copies == []
+    assert [rewrite.copy for rewrite in made.rewrites] == [False]
+
+
+def test_linear_decomposes():
+    inputs = torch.randn(3, 4), torch.randn(5, 4), torch.randn(5)
+    report = tileops.explain(golden.decomposes, *inputs, backend=AOT)
+    (change,) = report.compilations[0].normalisation.decompositions
+    assert change.before == ["torch._C._nn.linear"]
+    assert change.after == ["aten.permute", "aten.addmm"]
+
+
+def test_recomputed():
+    x = torch.randn(8, 8, requires_grad=True)
+    report = tileops.explain(golden.recomputes, x, training=True, backend=AOT)
+    assert x.grad is None
+    part = report.compilations[0].normalisation.partition
+    assert [kept.name for kept in part.saved] == ["primals_1"]
+    assert "aten.sin" in [kept.target for kept in part.recomputed]
+    assert part.saved_bytes == 256
+    assert part.save_all_bytes > part.saved_bytes
+
+
+def test_saved():
+    x, w = torch.randn(8, 16, requires_grad=True), torch.randn(16, 4)
+    report = tileops.explain(golden.saves, x, w, training=True, backend=AOT)
+    part = report.compilations[0].normalisation.partition
+    saved = {kept.target: kept.bytes for kept in part.saved}
+    assert saved["aten.exp"] == 8 * 4 * 4
+    assert "aten.mm" not in [kept.target for kept in part.recomputed]
+
+
+# ---- CUDA graphs ---------------------------------------------------------------------------------
+
+
+def test_cuda_graphs_skipped_on_the_cpu():
+    report = tileops.explain(golden.whole, torch.randn(4), backend="cudagraphs")
+    told = report.compilations[0].cuda_graphs
+    assert told.used is False
+    assert "cpu device" in told.reason
+
+
+# ---- Inductor ------------------------------------------------------------------------------------
+
+
+def test_neighbours_fused():
+    report = tileops.explain(golden.fuses, torch.randn(64, 64))
+    (lowered,) = report.compilations[0].inductor
+    (kernel,) = lowered.kernels
+    assert kernel.kind == "pointwise"
+    assert len(kernel.groups) == 1
+    assert set(kernel.nodes) >= {"mul", "add", "relu", "mul_1"}
+    assert [line.number for line in kernel.lines] == [line_of(golden.fuses, "torch.relu")]
+    assert kernel.schedule["loops"][0]["end"] == 64 * 64
+    assert lowered.unfused == []
+    assert report.unfused == []
+
+
+def test_neighbours_apart():
+    report = tileops.explain(golden.interrupted, torch.randn(8, 8), torch.randn(8, 8))
+    (lowered,) = report.compilations[0].inductor
+    assert [kernel.kind for kernel in lowered.kernels] == ["pointwise", "extern", "pointwise"]
+    pairs = [(each.first_nodes, each.second_nodes) for each in lowered.unfused]
+    assert (["relu", "mul"], ["mm"]) in pairs
+    assert (["mm"], ["relu_1"]) in pairs
+    assert all(each.reason for each in lowered.unfused)
+
+
+def test_cold_and_warm_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x = torch.randn(32, 16)
+    outcomes = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        with tileops.explaining() as report:
+            torch.compile(golden.fuses)(x)
+        (one,) = report.compilations
+        outcomes.append({lookup.outcome for lookup in one.caches})
+        assert all(lookup.key for lookup in one.caches)
+        assert [kernel.kind for kernel in one.inductor[0].kernels] == ["pointwise"]
+    assert outcomes == [{"miss"}, {"hit"}]
+    assert one.inductor[0].unfused is None  # nothing was scheduled, so nothing is known
+    assert one.inductor[0].candidates is None
+    assert "fusion groups, reasons and autotuning" in [each.what for each in report.unknown]

@@ -1,0 +1,227 @@
+"""Readers of torch's texts, on texts that this machine does not make: a GPU's, another release's."""
+
+from __future__ import annotations
+
+import pytest
+
+from tileops.explain.collect.capture import read_break
+from tileops.explain.collect.events import Event
+from tileops.explain.collect.graphs import read_graph, user_line
+from tileops.explain.collect.guards import read_recompile
+from tileops.explain.collect.inductor import Lowered, read_inductor
+from tileops.explain.model import Graph, Line
+
+GRAPH = """class GraphModule(torch.nn.Module):
+    def forward(self, L_x_: "f32[s77, 8][8, 1]cuda:0", s77: "Sym(s77)"):
+        l_x_ = L_x_
+
+        # File: /home/me/model.py:3 in f, code: y = self.up(x)[0]
+        up: "bf16[s77, 8][8, 1]cuda:0" = self.up(l_x_, flag = True)
+        getitem: "bf16[8][1]cuda:0" = up[0];  up = None
+        weight: "f8e4m3fn[2, 3][3, 1]cuda:0" = self.weight
+        made: "b8[4][1]cuda:0" = torch.ops.aten.what.default(getitem, <object at 0x7f>, weight)
+        test: "b8[4][1]cuda:0" = getitem != 3
+
+        # No stacktrace found for following nodes
+        branch = torch.ops.higher_order.cond(test, true_graph, made);  made = None
+        return (branch, s77)
+
+    class true_graph(torch.nn.Module):
+        def forward(self, arg0: "f32[4][1]cuda:0"):
+            sin: "f32[4][1]cuda:0" = torch.ops.aten.sin.default(arg0)
+            return (sin,)
+"""
+
+
+def test_graph():
+    nodes = {node.name: node for node in read_graph("capture", GRAPH).nodes}
+    assert list(nodes) == [
+        "l_x_",
+        "s77",
+        "up",
+        "getitem",
+        "weight",
+        "made",
+        "test",
+        "branch",
+        "output",
+    ]
+    assert (nodes["l_x_"].opcode, nodes["l_x_"].target) == ("placeholder", "L_x_")
+    assert (nodes["l_x_"].shape, nodes["l_x_"].bytes) == (["s77", 8], None)
+    assert nodes["s77"].dtype is None
+    assert (nodes["up"].opcode, nodes["up"].target) == ("call_module", "up")
+    assert nodes["up"].args == "l_x_, flag=True"
+    assert (nodes["getitem"].target, nodes["getitem"].inputs) == ("operator.getitem", ["up"])
+    assert (nodes["getitem"].bytes, nodes["getitem"].device) == (16, "cuda:0")
+    assert (nodes["weight"].opcode, nodes["weight"].bytes) == ("get_attr", 6)
+    assert (nodes["made"].target, nodes["made"].inputs) == (
+        "torch.ops.aten.what.default",
+        ["getitem", "weight"],
+    )
+    assert (nodes["test"].target, nodes["test"].bytes) == ("operator.ne", 4)
+    assert nodes["up"].line == Line("/home/me/model.py", 3, "f", "y = self.up(x)[0]")
+    assert nodes["branch"].line is None
+    assert nodes["output"].inputs == ["branch", "s77"]
+
+
+def test_no_graph():
+    assert read_graph("capture", "").nodes == []
+
+
+def test_user_line():
+    import torch
+
+    stack = (
+        '  File "/home/me/model.py", line 3, in f\n    return self.up(x)\n'
+        f'  File "{torch.nn.modules.linear.__file__}", line 5, in forward\n    return F.linear(x)\n'
+        '  File "tileops_generated/norm/x_boundary.py", line 1, in call\n    return 1\n'
+    )
+    assert user_line(stack) == Line("/home/me/model.py", 3, "f", "return self.up(x)")
+    assert user_line("") is None
+
+
+TRITON = """
+# AOT ID: ['0_inference']
+triton_per_fused_add_sum_0 = async_compile.triton('triton_per_fused_add_sum_0', '''
+@triton_heuristics.persistent_reduction(
+    size_hints={'x': 64, 'r0_': 128},
+    reduction_hint=ReductionHint.INNER,
+    triton_meta={'num_warps': 4, 'num_stages': 1},
+)
+@triton.jit
+def triton_per_fused_add_sum_0(in_ptr0, out_ptr0, xnumel, r0_numel, XBLOCK : tl.constexpr):
+    R0_BLOCK: tl.constexpr = 128
+''', device_str='cuda')
+
+def call(args):
+    arg0_1, arg1_1 = args
+    args.clear()
+    with torch.cuda._DeviceGuard(0):
+        torch.cuda.set_device(0)
+        buf0 = empty_strided_cuda((64, 32), (32, 1), torch.float16)
+        # Topologically Sorted Source Nodes: [y], Original ATen: [aten.mm]
+        extern_kernels.mm(arg0_1, arg1_1, out=buf0)
+        buf1 = empty_strided_cuda((64, ), (1, ), torch.float32)
+        # Topologically Sorted Source Nodes: [add, total], Original ATen: [aten.add, aten.sum]
+        stream0 = get_raw_stream(0)
+        triton_per_fused_add_sum_0.run(buf0, buf1, 64, 128, stream=stream0)
+        buf2 = reinterpret_tensor(buf0, (64, 32), (32, 1), 0); del buf0  # reuse
+    return (buf1, )
+"""
+SCHEDULED = """AFTER FUSION
+op0: ExternKernelSchedulerNode(ExternKernelOut)
+op0.unmet_dependencies = []
+op0.met_dependencies = []
+op0.outputs = [
+    buf0: ExternKernelOut
+]
+op0.node.kernel = extern_kernels.mm
+
+
+op1_op2: FusedSchedulerNode(SchedulerNode,SchedulerNode)
+op1_op2.unmet_dependencies = [MemoryDep('buf0', c0, {c0: 2048})]
+op1_op2.met_dependencies = []
+op1_op2.outputs = [
+    buf1: ComputedBuffer
+]
+op1_op2.snodes[0] =
+op1: SchedulerNode(ComputedBuffer)
+"""
+FUSION = [
+    "  SchedulerNode(name='op1'), Pointwise(['[64]', 'origins=OrderedSet([add])'])",
+    "  SchedulerNode(name='op2'), Reduction(['[64]', 'sum', 'origins=OrderedSet([sum_1])'])",
+]
+LOWERED = """class GraphModule(torch.nn.Module):
+    def forward(self, arg0_1: "f16[64, 8][8, 1]cuda:0", arg1_1: "f16[8, 32][32, 1]cuda:0"):
+        # File: /home/me/model.py:3 in f, code: y = x @ w
+        mm: "f16[64, 32][32, 1]cuda:0" = torch.ops.aten.mm.default(arg0_1, arg1_1)
+        # File: /home/me/model.py:4 in f, code: return (y + 1).sum(-1)
+        add: "f16[64, 32][32, 1]cuda:0" = torch.ops.aten.add.Tensor(mm, 1)
+        sum_1: "f32[64][1]cuda:0" = torch.ops.aten.sum.dim_IntList(add, [-1])
+        return (sum_1,)
+"""
+
+
+def lowered(scheduled, fusion):
+    graph: Graph = read_graph("lowered", LOWERED)
+    timed = [{"triton_mm_3": 0.5, "mm": 0.25}]
+    captured = {"y": Line("/home/me/model.py", 3)}
+    return read_inductor(Lowered(TRITON, None, graph, fusion, scheduled, timed, captured))
+
+
+def test_triton():
+    made = lowered(SCHEDULED, FUSION)
+    product, total = made.kernels
+    assert (product.kind, product.language, product.nodes) == ("extern", "extern", ["mm"])
+    assert [line.number for line in product.lines] == [3]
+    assert (total.kind, total.language, total.nodes) == ("reduction", "triton", ["add", "sum_1"])
+    assert [line.number for line in total.lines] == [4]
+    assert total.schedule["R0_BLOCK"] == "128"
+    assert total.schedule["num_warps"] == "4"
+    assert "def triton_per_fused_add_sum_0" in total.code
+    assert [(b.name, b.bytes, b.reuses) for b in made.buffers] == [
+        ("buf0", 4096, None), ("buf1", 256, None), ("buf2", None, "buf0"),
+    ]  # fmt: skip
+    (apart,) = made.unfused
+    assert (apart.first_nodes, apart.second_nodes) == (["mm"], ["add", "sum_1"])
+    assert made.stage == "inference"
+    choice = [(each.kernel, each.time_us, each.chosen) for each in made.candidates]
+    assert choice == [("triton_mm_3", 500.0, False), ("mm", 250.0, True)]
+
+
+def test_triton_from_a_cache():
+    made = lowered(None, [])
+    assert made.unfused is None
+    assert made.candidates is None
+    assert [kernel.groups for kernel in made.kernels] == [None, None]
+    assert [kernel.kind for kernel in made.kernels] == ["extern", "reduction"]
+    assert made.kernels[1].nodes is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0/0: L['n'] == 3  # return x * n", ("L['n']", "value", "3", "4")),
+        ("0/0: self.steps == 3", ("self.steps", "value", "3", None)),
+        (
+            "1/2: tensor 'x' stride mismatch at index 1. expected 1, actual 4",
+            ("x", "stride[1]", "1", "4"),
+        ),
+        (
+            "0/0: tensor 'x' requires_grad mismatch. expected requires_grad=0",
+            (None, None, None, None),
+        ),
+        ("0/0: GLOBAL_STATE changed: grad_mode", (None, "global state", None, None)),
+    ],
+)
+def test_recompile_reasons(text, expected):
+    event = Event("recompile_reasons", "0/1", 0, {"reasons": [text], "actual": {"L['n']": "4"}})
+    (failure,) = read_recompile(event, 1).failures
+    assert (failure.source, failure.property, failure.expected, failure.actual) == expected
+    assert failure.advice
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        ("Unsupported Tensor.item() call with capture_scalar_outputs=False", "item"),
+        ("Data-dependent branching", "branch"),
+        ("Failed to trace builtin operator\n  Explanation: no `sorted`", "builtin"),
+        ("Attempted to call function marked as skipped", "skipped"),
+        ("Unsupported generator: yield from", "generator"),
+        ("The moon is full", "other"),
+    ],
+)
+def test_kinds_of_breaks(reason, kind):
+    text = (
+        f"Graph break in user code at /home/me/model.py:7\nGraph Break Reason: {reason}\n"
+        "  Hint: try harder\n\nUser code traceback:\n"
+        '  File "/home/me/run.py", line 1, in <module>\n    f(x)\n'
+        '  File "/home/me/model.py", line 7, in f\n    y = g(x)\n\nTraceback (most recent call last):\n'
+    )
+    found = read_break(Event("dynamo_graph_break_reason", "0/0", 0, text=text))
+    assert found.kind == kind
+    assert found.at == Line("/home/me/model.py", 7, "f", "y = g(x)")
+    assert [line.function for line in found.stack] == ["<module>", "f"]
+    assert found.hints == ["try harder"]
+    assert found.advice

@@ -1,0 +1,154 @@
+"""Each adapter to what torch keeps private, on the torch that is installed."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from tests.explain import golden
+from tests.explain.test_golden import fresh  # noqa: F401
+from tileops.explain import torch_private as private
+
+
+def records(function, *args, names, backend="eager", **options):
+    seen = {name: [] for name in names}
+    with private.tapped({name: seen[name].append for name in names}):
+        torch.compile(function, backend=backend, **options)(*args)
+    return seen
+
+
+def test_structured_trace():
+    seen = records(golden.whole, torch.randn(4), names=[private.TRACE])[private.TRACE]
+    kinds = {key for record in seen for key in record.metadata}
+    assert {"dynamo_start", "dynamo_output_graph", "dynamo_cpp_guards_str"} <= kinds
+    assert {"frame_id", "frame_compile_id", "attempt"} <= kinds
+
+
+def test_trace_of_source_and_calls():
+    names = [private.TRACE_SOURCE, private.TRACE_CALL]
+    seen = records(golden.unrolls, torch.randn(4), names=names)
+    lines = [record.getMessage() for record in seen[private.TRACE_SOURCE]]
+    assert any(line.startswith(f"TRACE starts_line {golden.__file__}:") for line in lines)
+    calls = [record.getMessage() for record in seen[private.TRACE_CALL]]
+    assert all(call.startswith("TRACE inlined call helper from ") for call in calls)
+
+
+def test_scheduler():
+    names = [private.FUSION, private.POST_FUSION]
+    inputs = torch.randn(8, 8), torch.randn(8, 8)
+    with private.untouched(cpu=True):
+        seen = records(golden.interrupted, *inputs, names=names, backend="inductor")
+    assert any("candidates" in record.getMessage() for record in seen[private.FUSION])
+    (after,) = seen[private.POST_FUSION]
+    assert after.getMessage().startswith("AFTER FUSION\n")
+
+
+def test_cuda_graphs():
+    seen = records(golden.whole, torch.randn(4), names=[private.CUDAGRAPHS], backend="cudagraphs")
+    assert "skipping cudagraphs" in seen[private.CUDAGRAPHS][0].getMessage()
+
+
+def test_compile_place():
+    places = []
+
+    def backend(gm, inputs):
+        places.append(private.compile_place())
+        return gm
+
+    assert private.compile_place() is None
+    torch.compile(golden.whole, backend=backend)(torch.randn(4))
+    assert places == [("0/0", 0)]
+
+
+def test_recompiled_frame():
+    found = []
+
+    def take(record):
+        if record.metadata.get("artifact", {}).get("name") == "recompile_reasons":
+            found.append(private.recompiled_frame())
+
+    compiled = torch.compile(golden.scaled, backend="eager", dynamic=False)
+    with private.tapped({private.TRACE: take}):
+        compiled(torch.randn(4), 2)
+        compiled(torch.randn(4), 3)
+    ((names, module),) = found
+    assert names["factor"] == 3
+    assert module is golden.scaled.__globals__
+    assert private.recompiled_frame() is None
+
+
+def test_limit():
+    assert private.limit() == torch._dynamo.config.recompile_limit
+
+
+def test_computed_table():
+    assert "CPU: registered at" in private.computed_table("aten::relu")
+    assert private.computed_table("aten::there_is_no_such") is None
+
+
+def test_keys_and_redispatch():
+    keys = [key for key, _ in private.redispatch(private.key_set("cpu", gradient=True))]
+    assert keys == ["AutogradCPU", "ADInplaceOrView", "CPU"]
+    assert [k for k, _ in private.redispatch(private.key_set("cpu", gradient=False))] == ["CPU"]
+    with torch.autocast("cpu"):
+        keys = [key for key, _ in private.redispatch(private.key_set("cpu", gradient=True))]
+    assert keys[0] == "AutocastCPU"
+
+
+def test_untouched_forgets_code():
+    def function(x):
+        return x + 1
+
+    with private.untouched(cpu=False):
+        torch.compile(function, backend="eager")(torch.randn(4))
+        assert private.compiled_times(function.__code__) == 1
+    assert private.compiled_times(function.__code__) == 0
+
+
+def test_a_tap_that_fails_says_so_and_ends_nothing(capsys):
+    def take(record):
+        raise ValueError("not understood")
+
+    with private.tapped({private.TRACE_SOURCE: take}):
+        logging.getLogger(private.TRACE_SOURCE).debug("hello")
+    assert "not understood" in capsys.readouterr().err
+
+
+def test_torch_files():
+    assert private.is_torch_file(torch.nn.__file__)
+    assert not private.is_torch_file(golden.__file__)
+    assert not private.is_torch_file(pytest.__file__)
+
+
+def test_node_stacks():
+    found = []
+
+    def take(record):
+        if "dynamo_output_graph" in record.metadata:
+            found.extend(private.node_stacks())
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    with private.tapped({private.TRACE: take}):
+        torch.compile(lambda x: model(x) + 1, backend="eager")(torch.randn(2, 4))
+    (stacks,) = found
+    assert len(stacks) >= 2  # the layer and the addition
+    assert all(__file__ in stack for stack in stacks.values())
+
+
+def test_autotune():
+    from torch._inductor.select_algorithm import get_algorithm_selector_cache
+
+    class Choice:
+        name = "triton_mm_3"
+
+    seen = []
+    cache = get_algorithm_selector_cache()
+    before = list(cache.feedback_saver_fns)
+    end = private.on_autotune(lambda name, times: seen.append((name, times)))
+    for saver in cache.feedback_saver_fns[len(before) :]:
+        saver({Choice(): 0.5}, "mm", [], [], dict, {})
+    end()
+    assert seen == [("mm", {"triton_mm_3": 0.5})]
+    assert cache.feedback_saver_fns == before
