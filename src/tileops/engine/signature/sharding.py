@@ -142,7 +142,7 @@ class _Call:
                 sizes += self.broadcast([self.value(argument) for argument in inner.args])
             else:
                 sizes += self.value(ast.Tuple([element], ast.Load()))
-                if not isinstance(inner, ast.Name):
+                if not isinstance(inner, ast.Name) and not _selects(inner):
                     self.block(Expr(ast.unparse(inner)).names)
         self.block(Expr(ast.unparse(tree)).names & set(self.entry.dims))
         atoms = [getattr(size, "atom", None) for size in sizes]
@@ -256,6 +256,15 @@ class _Call:
             if group and self.adds and set(self.branch.writes) <= set(group):
                 inputs = {name: SUM if name in group else REPLICATE for name in self.inputs}
                 yield Way(frozenset(group), inputs, dict.fromkeys(self.outputs, SUM))
+
+
+def _selects(tree: ast.AST) -> bool:
+    """Whether an expression keeps sizes of a splice as they are, or drops them."""
+    return (
+        isinstance(tree, ast.Call)
+        and ast.unparse(tree.func) in ("reduced", "along")
+        and isinstance(tree.args[0], ast.Name)
+    )
 
 
 def _sizes_in(tree: ast.AST) -> set[str]:
