@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import math
 import os
 import pickle
 import random
@@ -268,9 +269,12 @@ def test_a_key_makes_its_op_again():
 def _literals():
     import tileops.moe as moe
 
-    dtypes = {n: getattr(torch, n) for n in ("float16", "bfloat16", "float32", "float64")}
+    dtypes = {
+        n: getattr(torch, n)
+        for n in ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "int8")
+    }
     layouts = {n: getattr(moe, n) for n in dir(moe) if n.endswith("Spec")}
-    return {**dtypes, **layouts}
+    return {**dtypes, **layouts, "inf": math.inf, "nan": math.nan}
 
 
 @given(st.one_of(st.integers(), st.floats(allow_nan=True, allow_infinity=True)))

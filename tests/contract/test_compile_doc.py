@@ -41,11 +41,7 @@ def shown(name: str) -> str:
 
 PARTS = {
     "src/tileops/norm/manifest.yaml": ("RMSNormFwdOp:", "    params:", "    rules:"),
-    "src/tileops/norm/rms_norm.py": (
-        "class RMSNormFwdOp",
-        "    kernel = ",
-        "\n\ndef rms_norm_gradients",
-    ),
+    "src/tileops/norm/rms_norm.py": ("class RMSNormFwdOp", "    kernel = ", ""),
 }
 """Where the shown part lies: after the first text, from the second to the third."""
 

@@ -204,8 +204,10 @@ def test_text_is_the_same_for_every_python():
 
 
 def row_build(**constants):
+    absent = ("residual", "bias", "scale", "shift", "gate", "total", "quanta", "bound")
     given = {"BLOCK": 512, "N": 500, "TILE": 1, "VECTOR": 4, "PERSISTENT": False, "POLICY": "",
-             "DEPENDENT": False, "residual": None, "total": None}  # fmt: skip
+             "DEPENDENT": False, "CENTRED": False, "GROUPS": 0, "SPATIAL": 1, "TOP": 0.0,
+             "LEAST": 0.0, "NATIVE": False, **dict.fromkeys(absent)}  # fmt: skip
     return TritonBuild(
         "tileops.norm.kernels.rows_triton:normalize_rows",
         (("x", "*fp16"), ("weight", "*fp16"), ("y", "*fp16"), ("rows", "i64"), ("eps", "fp32")),

@@ -34,9 +34,7 @@ def check(ops: Sequence[str] = (), manifests: Iterable[Path] = ()) -> Report:
     known = {name: entry for found in loaded.values() for name, entry in found.items()}
     wanted = {path: loaded[path] for path in given or in_tree if path in loaded}
     names = [name for found in wanted.values() for name in found]
-    report.unknown = {
-        op: difflib.get_close_matches(op, names, 3, 0.5) for op in ops if op not in names
-    }
+    report.unknown = {op: _close_to(op, names) for op in ops if op not in names}
     for path, found in wanted.items():
         chosen = [entry for name, entry in found.items() if not ops or name in ops]
         if chosen:
@@ -44,6 +42,12 @@ def check(ops: Sequence[str] = (), manifests: Iterable[Path] = ()) -> Report:
             _check_file(path, found, chosen, None if failed else known, report)
     report.faults.sort()
     return report
+
+
+def _close_to(op: str, names: list[str]) -> list[str]:
+    """The names most like ``op``, whose capitals are easily mistaken."""
+    lowered = {name.lower(): name for name in names}
+    return [lowered[name] for name in difflib.get_close_matches(op.lower(), lowered, 3, 0.5)]
 
 
 def _check_file(
