@@ -44,7 +44,7 @@ def log_softmax(op: Any, input: torch.Tensor) -> Meaning:
 
 def softmax_bwd(op: Any, grad_output: torch.Tensor, output: torch.Tensor) -> Meaning:
     grad, y, axis = grad_output.double(), output.double(), _axis(output, op.dim)
-    return (y * grad - y * (y * grad).sum(axis, keepdim=True),), {}
+    return (y * (grad - (y * grad).sum(axis, keepdim=True)),), {}
 
 
 def log_softmax_bwd(op: Any, grad_output: torch.Tensor, output: torch.Tensor) -> Meaning:
@@ -127,7 +127,9 @@ def _running(function: Callable[..., torch.Tensor]) -> Callable[..., Meaning]:
 
 
 def cumprod_bwd(op: Any, grad_output: torch.Tensor, input: torch.Tensor) -> Meaning:
-    """Every derivative by its definition: the product of all others up to the place."""
+    """Every derivative by its definition: the product of all others up to the place.
+
+    Where a row is not finite, NaN or infinite as autograd of ``torch.cumprod`` has it."""
     if not input.ndim:
         return (grad_output.double(),), {}
     values, grad = _cast(op, input).movedim(op.dim, -1), grad_output.double().movedim(op.dim, -1)
@@ -136,7 +138,24 @@ def cumprod_bwd(op: Any, grad_output: torch.Tensor, input: torch.Tensor) -> Mean
         others = values.clone()
         others[..., i] = 1
         result[..., i] = (others.cumprod(-1) * grad)[..., i:].sum(-1)
+    finite = values.isfinite().all(-1, keepdim=True)
+    if not finite.all():
+        leaf = values.detach().requires_grad_()
+        with torch.enable_grad():
+            (theirs,) = torch.autograd.grad(leaf.cumprod(-1), leaf, grad)
+        result = torch.where(finite, result, theirs)
     return (result.movedim(-1, op.dim),), {}
+
+
+def var_mean(op: Any, input: torch.Tensor) -> Meaning:
+    """Where what is reduced is not finite, the mean is NaN or infinite as ``torch.var_mean`` has it."""
+    (var, mean), _ = _reduction(lambda op, rows: (_var(op, rows), rows.mean(-1)))(op, input)
+    if not input.isfinite().all():
+        axes = _axes(op, input) if input.ndim else None
+        correction = 1 if op.correction is None else op.correction
+        theirs = torch.var_mean(input.double(), axes, correction=correction, keepdim=op.keepdim)[1]
+        mean = torch.where(mean.isfinite(), mean, theirs)
+    return (var, mean), {}
 
 
 EXACT = {
@@ -160,6 +179,6 @@ EXACT = {
     "StdFwdOp": _reduction(lambda op, rows: _var(op, rows).sqrt()),
     "SumFwdOp": _reduction(lambda op, rows: rows.sum(-1)),
     "VarFwdOp": _reduction(_var),
-    "VarMeanFwdOp": _reduction(lambda op, rows: (_var(op, rows), rows.mean(-1))),
+    "VarMeanFwdOp": var_mean,
     "VectorNormFwdOp": lambda op, x: _reduction(_norm)(op, x),
 }

@@ -36,6 +36,10 @@ def pair(shape, dtype):
 )
 def test_shapes(op, backward, shape, dtype):
     grad, x = pair(shape, dtype)
+    if shape == (1,):
+        # 1 + erf of a gate far left is a rounding u off, which u times the rms of other elements covers;
+        # alone it is u / (1 + erf(-2 / sqrt(2))) = 22 u of itself at -2, and 16000 u at -4.
+        x = x.clamp(min=-2)
     check(op, {"input": x})
     check(backward, {"grad_output": grad, "input": x})
 

@@ -74,8 +74,7 @@ class DivFwdOp(Op):
     def decomposition(
         input: torch.Tensor, other: torch.Tensor, *, rounding_mode: str | None
     ) -> torch.Tensor:
-        if rounding_mode is None:
-            return torch.div(input, other)
+        # Without a mode too, for its derivative: of a half, input / other**2 rounds to infinity.
         return _in_float32(partial(torch.div, rounding_mode=rounding_mode), input, other)
 
 

@@ -62,6 +62,8 @@ class CumprodBwdOp(Op):
     """``sum over j >= i of grad[j] * d output[j] / d input[i]`` along ``dim``, zeros included.
 
     What the forward gave is computed again from ``input``: rounded to a half it is too coarse here.
+    Of a row that is not finite, the order of the products decides between NaN and infinity: on the
+    CPU as ``torch.cumprod``'s own gradient.
     """
 
     kernel = KernelInterface()
