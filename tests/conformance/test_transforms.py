@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.cases import distinct_classes, float32_calls, op_classes
-from tests.oracle import call, check, same_bits
+from tests.oracle import call, check, exact, same_bits
 from tileops import CheckError
 from tileops.elementwise import AddFwdOp, AlibiFwdOp, SiLUAndMulFwdOp, SiLUFwdOp, SinusoidalFwdOp
 from tileops.engine.errors import BackwardError
@@ -114,6 +114,26 @@ def carries(tensor):
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+def assert_same_gradient(ours, theirs, op, inputs, name):
+    """Not the same bits: where a tensor begins decides how the CPU's kernels round. Where terms cancel
+    (the gradient of a norm of two elements), within some times the error of the meaning in float32."""
+    try:
+        torch.testing.assert_close(ours, theirs)
+    except AssertionError:
+
+        def of_the_meaning():
+            leaf = inputs[name].clone().requires_grad_()
+            results = flat(exact(op, {**copies(inputs), name: leaf})[0])
+            return torch.autograd.grad(sum(r.square().sum() for r in results), leaf)[0]
+
+        exactly = of_the_meaning()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "double", torch.Tensor.float)
+            rough = of_the_meaning()
+        if not (ours - theirs).norm() <= 64 * (rough - exactly).norm():
+            raise
+
+
 def test_functional_gradients(samples):
     """As autograd's; refused where none flows. Their values: test_gradients.py."""
     for op, inputs in samples:
@@ -133,10 +153,11 @@ def test_functional_gradients(samples):
                 continue
             leaf = inputs[name].clone().requires_grad_()
             (wanted,) = torch.autograd.grad(loss(leaf), leaf)
-            # Not the same bits: where a tensor begins decides how the CPU's kernels round.
-            torch.testing.assert_close(torch.func.grad(loss)(inputs[name]), wanted)
+            ours = torch.func.grad(loss)(inputs[name])
             value, pull = torch.func.vjp(loss, inputs[name])
-            torch.testing.assert_close(pull(torch.ones_like(value))[0], wanted)
+            (pulled,) = pull(torch.ones_like(value))
+            for found in (ours, pulled):
+                assert_same_gradient(found, wanted, op, inputs, name)
 
 
 def test_functional_gradients_beside_an_op():

@@ -313,21 +313,25 @@ class _Emitter:
             return
         variable = item.dtype.text
         if variable in self.entry.dtypes and variable not in self.settled_dtypes:
-            allowed = self.constant(
-                frozenset(getattr(torch, d) for d in self.entry.dtypes[variable])
-            )
+            allowed = self.accepted(variable)
             self.emit(f"if {name}.dtype not in {allowed}: _fail_dtype({args}, {name}, {allowed})")
             self.emit(f"if {variable} is None: {variable} = {name}.dtype")
             self.emit(f"elif {name}.dtype != {variable}: _fail_dtype({args}, {name}, "
                       f"[{variable}], ', as {variable} of the earlier inputs')")  # fmt: skip
             self.settled_dtypes.add(variable)
         else:
+            wanted = self.operand(item.dtype)
             for unknown in sorted(item.dtype.names & set(self.entry.dtypes) - self.settled_dtypes):
+                allowed = self.accepted(unknown)  # where the expression is the variable itself
+                self.emit(f"if {unknown} is None and {wanted} is None and {name}.dtype "
+                          f"not in {allowed}: _fail_dtype({args}, {name}, {allowed})")  # fmt: skip
                 # No earlier input is of it: what only an expression names follows from that.
                 self.emit(f"if {unknown} is None: {unknown} = {name}.dtype")
-            wanted = self.operand(item.dtype)
             self.emit(f"if {name}.dtype != {wanted}: _fail_dtype({args}, {name}, [{wanted}], "
                       f"' (dtype {variable})')")  # fmt: skip
+
+    def accepted(self, variable: str) -> str:
+        return self.constant(frozenset(getattr(torch, d) for d in self.entry.dtypes[variable]))
 
     def constant(self, value: Any) -> str:
         self.temporary += 1
