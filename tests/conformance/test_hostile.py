@@ -125,7 +125,9 @@ def test_what_is_no_tensor(name, argument, seed):
 @pytest.mark.parametrize(("name", "argument"), INPUTS)
 def test_dtypes_that_are_not_accepted(name, argument, seed):
     op, inputs = sample(name, seed, passing=argument)
-    no_number = torch.uint32 if op.entry.may_be_complex(op.entry.input(argument)) else torch.complex64
+    no_number = (
+        torch.uint32 if op.entry.may_be_complex(op.entry.input(argument)) else torch.complex64
+    )
     for dtype in (no_number, torch.uint16):
         changed = {**inputs, argument: torch.zeros_like(inputs[argument], dtype=dtype)}
         error = refusal(op, changed, argument)
