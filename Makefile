@@ -37,8 +37,8 @@ demo: setup ## Run a small language model on these operators and check it
 test: test-fast ## Run both tiers of tests, as continuous integration does
 	@# pytest calls a run without a test a failure, and rightly; so tier 2 runs once it has a test.
 	@if grep -rqE --include='*.py' 'mark\.slow' tests; then \
-		echo '[tests 2/2] slow tier'; \
-		"$(BIN)/python" -m pytest -m slow --timeout=$(SLOW_TIMEOUT) $(ARGS); \
+		echo '[tests 2/2] slow tier, $(WORKERS) workers'; \
+		"$(BIN)/python" -m pytest -n $(WORKERS) -m slow --timeout=$(SLOW_TIMEOUT) $(ARGS); \
 	else \
 		echo '[tests 2/2] no test is marked slow'; \
 	fi
