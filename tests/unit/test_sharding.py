@@ -14,6 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.contract.fresh import fresh
 from tileops.attention import GQADenseFwdOp, PagedKVCacheWriteFwdOp
 from tileops.elementwise import AddFwdOp, MulFwdOp, SiLUAndMulFwdOp, SiLUFwdOp
 from tileops.gemm import GEMMFwdOp
@@ -325,6 +326,7 @@ def test_one_of_two_results_is_used(used):
         assert [a.grad.placements for a in args] == [(S0,), (S0,)]
 
 
+@fresh  # what a process compiled before shows in how torch takes the tangents
 def test_compiled_training():
     from torch._dynamo.testing import CompileCounterWithBackend
 
