@@ -29,7 +29,9 @@ def alibi(table, y, rows, per_entry, columns, tiles, ROWS: tl.constexpr, COLUMNS
 
 
 @triton.jit
-def sinusoidal(table, y, rows, per_entry, columns, tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def sinusoidal(
+    table, y, rows, per_entry, columns, tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     """Columns ``2 * i`` and ``2 * i + 1`` of row ``p`` are sine and cosine of ``p * table[i]`` quarter
     turns."""
     row, tile = _tile(tiles, ROWS)
