@@ -230,9 +230,9 @@ def _broadcasting(
         moves.append(walked[0] != 0 or not tiled or again)
         for d, step in enumerate(walked):
             given[f"{name}{d}"] = step // grain if stride[-1] else step
-    numbers: dict[str, str | int] = {"rows": "i64", "groups": "i64", "column_tiles": "i32"}
-    for name in ("row_tiles", "n0", "n1", *(f"{t}{d}" for t in "abc" for d in range(OUTER))):
-        numbers[name] = kind if given.get(name) else 0
+    strided = [f"{name}{d}" for name in "abc" for d in range(OUTER)]
+    names = ("rows", "groups", "column_tiles", "row_tiles", "n0", "n1", *strided)
+    numbers: dict[str, str | int] = {name: kind if given.get(name) else 0 for name in names}
     steps = [stride[-1] for stride in strides]
     constants = {
         "STEPS": (*steps, 0, 0)[:3], "MOVES": (*moves, False, False)[:3], "OUTER": len(outer),
@@ -291,7 +291,7 @@ class NanToNum(Pointwise):
 
 
 class Round(Pointwise):
-    """Decimals multiply, tens divide."""
+    """Decimals multiply, tens divide; the power of ten goes with its inverse."""
 
     @classmethod
     def expression(cls, call: CallSpec) -> DeviceFunction:
@@ -300,7 +300,10 @@ class Round(Pointwise):
 
     @classmethod
     def scalars(cls, call: CallSpec) -> Numbers:
-        return (10.0 ** abs(call.params.decimals),) if call.params.decimals else ()
+        if not call.params.decimals:
+            return ()
+        power = ctypes.c_float(min(10.0 ** abs(call.params.decimals), math.inf)).value
+        return power, 1 / power
 
 
 class PReLU(Pointwise):
