@@ -14,7 +14,7 @@ class ReLUFwdOp(Op):
     API: ``torch.nn.functional.relu``.
     """
 
-    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",), cpu=("in_place:InPlace",))
 
     @staticmethod
     def decomposition(input: torch.Tensor, *, inplace: bool) -> torch.Tensor:
@@ -27,7 +27,7 @@ class LeakyReLUFwdOp(Op):
     API: ``torch.nn.functional.leaky_relu``.
     """
 
-    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",), cpu=("in_place:InPlace",))
 
     @staticmethod
     def decomposition(input: torch.Tensor, *, negative_slope: float, inplace: bool) -> torch.Tensor:
@@ -54,7 +54,7 @@ class ELUFwdOp(Op):
     API: ``torch.nn.functional.elu``.
     """
 
-    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",), cpu=("in_place:InPlace",))
 
     @staticmethod
     def decomposition(input: torch.Tensor, *, alpha: float, inplace: bool) -> torch.Tensor:
@@ -67,7 +67,7 @@ class SELUFwdOp(Op):
     API: ``torch.nn.functional.selu``.
     """
 
-    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",), cpu=("in_place:InPlace",))
 
     @staticmethod
     def decomposition(input: torch.Tensor, *, inplace: bool) -> torch.Tensor:
@@ -80,7 +80,7 @@ class HardtanhFwdOp(Op):
     API: ``torch.nn.functional.hardtanh``.
     """
 
-    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",), cpu=("in_place:InPlace",))
 
     @staticmethod
     def decomposition(
@@ -104,7 +104,7 @@ class HardsigmoidFwdOp(Op):
     API: ``torch.nn.functional.hardsigmoid``.
     """
 
-    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",), cpu=("in_place:InPlace",))
 
     @staticmethod
     def decomposition(input: torch.Tensor, *, inplace: bool) -> torch.Tensor:
@@ -123,7 +123,7 @@ class HardswishFwdOp(Op):
     API: ``torch.nn.functional.hardswish``.
     """
 
-    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",), cpu=("in_place:InPlace",))
 
     @staticmethod
     def decomposition(input: torch.Tensor, *, inplace: bool) -> torch.Tensor:
@@ -136,7 +136,7 @@ class SiLUFwdOp(Op):
     API: ``torch.nn.functional.silu``.
     """
 
-    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",), cpu=("in_place:InPlace",))
 
     @staticmethod
     def decomposition(input: torch.Tensor, *, inplace: bool) -> torch.Tensor:
@@ -149,7 +149,7 @@ class MishFwdOp(Op):
     API: ``torch.nn.functional.mish``.
     """
 
-    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",), cpu=("in_place:InPlace",))
 
     @staticmethod
     def decomposition(input: torch.Tensor, *, inplace: bool) -> torch.Tensor:

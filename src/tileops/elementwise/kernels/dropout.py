@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tileops.authoring import CallSpec, Entry, Run
+from tileops.elementwise.dropout import drawn_seed
 from tileops.elementwise.kernels.tiles import BYTES, Tile, Tiled
 from tileops.lib.launch import Launcher, TritonBuild, cdiv, output_of, pointer_to
 
@@ -67,7 +68,7 @@ def _bind(launcher: Launcher, call: CallSpec, block: int) -> Run:
             return
         key = seed
         if key is None:
-            key = torch.randint(2**63 - 1, (), dtype=torch.int64, device=x.device)
+            key = drawn_seed(x.device)
         launch(programs, 1, 1, x, y, key, *numbers)
 
     def in_place(x: torch.Tensor) -> None:
