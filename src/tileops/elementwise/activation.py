@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from tileops.authoring import KernelInterface, Op
+from tileops.elementwise.recording import recorded
 
 
 class ReLUFwdOp(Op):
@@ -110,7 +111,7 @@ class HardsigmoidFwdOp(Op):
     def decomposition(input: torch.Tensor, *, inplace: bool) -> torch.Tensor:
         if _coarse(input):
             return _sixths_of_relu6(input)
-        if not (input.requires_grad and torch.is_grad_enabled()):
+        if not recorded(input):
             return F.hardsigmoid(input)
         # ATen's own has no second derivative.
         wide = input.to(torch.promote_types(input.dtype, torch.float32))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tileops.authoring import CheckError, KernelInterface, Op
+from tileops.elementwise.recording import recorded
 
 _LOW = 0xFFFFFFFF
 
@@ -73,7 +74,7 @@ class DropoutFwdOp(Op):
             return input.clone()
         if seed is not None:
             return dropped(input, p, seed)
-        if input.requires_grad and torch.is_grad_enabled():
+        if recorded(input):
             accepted = (
                 "a seed where a gradient is needed: without one every call draws another mask"
             )
