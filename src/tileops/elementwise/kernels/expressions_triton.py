@@ -17,6 +17,7 @@ from tileops.elementwise.kernels.functions_triton import (
     exp,
     expm1,
     floordivide,
+    inverse,
     log,
     log1p,
     logistic,
@@ -25,6 +26,7 @@ from tileops.elementwise.kernels.functions_triton import (
     number,
     pow,
     quotient,
+    quotient_by,
     remainder,
     round_even,
     sin,
@@ -73,8 +75,8 @@ def div_trunc(x, y):
 
 
 @triton.jit
-def div_floor(x, y, NARROW: tl.constexpr):
-    return floordivide(x, y, NARROW)
+def div_floor(x, y):
+    return floordivide(x, y)
 
 
 @triton.jit
@@ -255,7 +257,7 @@ def sign(x):
 
 @triton.jit
 def reciprocal(x, NARROW: tl.constexpr):
-    return quotient(1.0, x.to(tl.float32), NARROW)
+    return inverse(x.to(tl.float32), NARROW)
 
 
 @triton.jit
@@ -300,13 +302,13 @@ def round(x):
 
 
 @triton.jit
-def round_decimals(x, power_of_10):
-    return tl.div_rn(round_even(x * power_of_10), power_of_10)
+def round_decimals(x, power_of_10, power_of_a_tenth):
+    return quotient_by(round_even(x * power_of_10), power_of_10, power_of_a_tenth)
 
 
 @triton.jit
-def round_tens(x, power_of_10):
-    return round_even(tl.div_rn(x, power_of_10)) * power_of_10
+def round_tens(x, power_of_10, power_of_a_tenth):
+    return round_even(quotient_by(x, power_of_10, power_of_a_tenth)) * power_of_10
 
 
 # ---- activations -----------------------------------------------------------------------------------------

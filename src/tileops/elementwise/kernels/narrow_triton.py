@@ -41,10 +41,10 @@ def inverse(x):
 
 
 @triton.jit
-def _signed(x, bits):
-    """``x`` with its sign changed where the first of ``bits`` is set."""
-    sign = bits & -0x80000000
-    return (x.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+def signed(x, sign):
+    """``x`` with its sign changed where ``sign`` is negative, a zero too; of integers, their first bit."""
+    bits = sign.to(tl.int32, bitcast=True) & -0x80000000
+    return (x.to(tl.int32, bitcast=True) ^ bits).to(tl.float32, bitcast=True)
 
 
 # ---- exponentials and logarithms -------------------------------------------------------------------
@@ -113,7 +113,7 @@ def _wave(rest, bits):
     s = rest * rest
     y = tl.fma(s, -0.00018539586816074445, 0.008314196090092462)  # 2**-19.7
     y = tl.fma(tl.fma(y, s, -0.166658481462254), s, 1.0)
-    return _signed(rest * y, bits << 31)
+    return signed(rest * y, bits << 31)
 
 
 @triton.jit
@@ -132,34 +132,3 @@ def cos(x):
     zero = (rounded - ROUNDER) + 0.5
     rest = tl.fma(zero, PI_REST, tl.fma(zero, PI, x * -1.0))
     return _wave(rest, rounded.to(tl.int32, bitcast=True))
-
-
-# ---- division --------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _divided(x, y):
-    """Of ``|x| / |y|`` the nearest integer, what it leaves of ``|x|``, exactly, and where that holds."""
-    size, divisor = tl.abs(x), tl.abs(y)
-    rounded = tl.fma(size, inverse(divisor), ROUNDER)
-    n = rounded - ROUNDER
-    left = tl.fma(tl.fma(rounded, -1.0, ROUNDER), divisor, size)
-    return n, left, (n < 2097152.0) & (divisor < 8.5e37)
-
-
-@triton.jit
-def remainder(x, y):
-    """``x - floor(x / y) * y``, and where that is what was computed."""
-    _, left, known = _divided(x, y)
-    left = _signed(left, x.to(tl.int32, bitcast=True))
-    differs = (left.to(tl.int32, bitcast=True) ^ y.to(tl.int32, bitcast=True)) < 0
-    return tl.where((left != 0.0) & differs, left + y, left), known
-
-
-@triton.jit
-def floordivide(x, y):
-    """``floor(x / y)``, and where that is what was computed."""
-    n, left, known = _divided(x, y)
-    signs = x.to(tl.int32, bitcast=True) ^ y.to(tl.int32, bitcast=True)
-    n, left = _signed(n, signs), _signed(left, signs)
-    return tl.where(left < 0.0, n - 1.0, n), known
