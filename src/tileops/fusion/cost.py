@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from tileops.engine.manifest.entry import Entry
 from tileops.fusion.graph import fusable, tensors_of, value_of
 
-__all__ = ["ADVANTAGE", "OVERHEAD", "Estimate", "estimate", "slowly_wide"]
+__all__ = ["ADVANTAGE", "OVERHEAD", "Estimate", "brings_nothing", "estimate", "slowly_wide"]
 
 ADVANTAGE = {"cuda": {"pointwise": 0.0, "reduction": 0.1}}
 """By device and kind: the share of its bytes' time by which an own kernel beats Inductor's of the same
@@ -26,6 +27,9 @@ OVERHEAD = {"cuda": 4 << 20}
 
 SLOW_IN_FLOAT64 = ("cuda",)
 """Where float64 costs so much that bytes no longer say what work costs."""
+
+OWN_FUNCTIONS = ("scaled_dot_product_attention",)
+"""Functions of torch that in-tree kernels call themselves."""
 
 
 @dataclass(frozen=True)
@@ -111,3 +115,17 @@ def slowly_wide(device: torch.device, inputs: list[Any], steps: list[Any]) -> bo
         and not given
         and any(t.dtype is wide for t in tensors_of(steps))
     )
+
+
+def brings_nothing(entry: Entry, device: str, gradient: bool, function: str) -> str:
+    """Why an op that in-tree kernels would serve should not take the place of plain PyTorch that means it;
+    '' where it should. ``function``: the one of torch that is to be replaced, if it is one."""
+    if entry.kind != "template":
+        if ADVANTAGE.get(device, {}).get(entry.kind, 0.0) > 0.0:
+            return ""
+        return f"on {device} its own kernel is no faster than Inductor's code"
+    if function in OWN_FUNCTIONS:
+        return f"{function} is what its kernel calls"
+    if gradient and entry.backward is None:
+        return "its gradient would compute it again"
+    return ""
