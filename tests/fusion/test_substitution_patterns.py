@@ -233,3 +233,102 @@ def test_gates_that_are_none():
     assert "is bfloat16 where the op computes in float32" in near_miss(
         lambda x: tanh_gelu(x[..., :6]) * x[..., 6:], x.bfloat16()
     )["GELUAndMulFwdOp"]  # fmt: skip
+
+
+# ---- attention ----------------------------------------------------------------------------------
+
+
+def attention(q, k, v, scale=None, causal=False):
+    """The meaning, in float64; heads before positions."""
+    q, k, v = q.double(), k.double(), v.double()
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        unseen = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(unseen, -torch.inf)
+    return torch.softmax(scores, -1) @ v
+
+
+def hf_eager(q, k, v):
+    """As ``transformers`` writes it, without a mask."""
+    weights = torch.matmul(q, k.transpose(2, 3)) * q.shape[-1] ** -0.5
+    weights = F.softmax(weights, dim=-1, dtype=torch.float32).to(q.dtype)
+    weights = F.dropout(weights, p=0.1, training=False)
+    return torch.matmul(weights, v)
+
+
+GPT = {
+    "hf": hf_eager,
+    "divided": lambda q, k, v: ((q @ k.mT) / math.sqrt(q.shape[-1])).softmax(-1) @ v,
+    "query first": lambda q, k, v: torch.softmax(q * q.shape[-1] ** -0.5 @ k.permute(0, 1, 3, 2), dim=3) @ v,
+    "both sides": lambda q, k, v: (
+        (q * q.shape[-1] ** -0.25) @ (k / q.shape[-1] ** 0.25).transpose(-2, -1)
+    ).softmax(dim=-1) @ v,
+    "sdpa": F.scaled_dot_product_attention,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", GPT)
+def test_attention(name, dtype, seed):
+    q, k, v = (torch.randn(2, 3, s, 16).to(dtype) for s in (20, 33, 33))
+    seen = held(GPT[name], (q, k, v), attention, "template")
+    (op,) = seen.substituted()
+    assert op.startswith("GQADenseFwdOp("), seen.report
+
+
+def test_causal_attention_over_as_many_keys_and_grouped_heads():
+    q, k = torch.randn(2, 6, 20, 16), torch.randn(2, 2, 20, 16)
+
+    def function(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True)
+
+    seen = held(function, (q, k, k * 2),
+                lambda q, k, v: attention(q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1), 0.3, True),
+                "template")  # fmt: skip
+    assert (
+        seen.substituted() == ["GQADenseFwdOp(is_causal=True, sm_scale=0.3)"] or seen.substituted()
+    )
+    grads_agree(function, (q, k, k * 2), lambda q, k, v: attention(
+        q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1), 0.3, True))  # fmt: skip
+    assert "from the first key" in near_miss(
+        lambda q, k: F.scaled_dot_product_attention(q, k, k, is_causal=True),
+        q, torch.randn(2, 6, 21, 16),
+    )["GQADenseFwdOp"]  # fmt: skip
+
+
+def test_attention_that_is_none():
+    q, mask = torch.randn(2, 3, 20, 16), torch.randn(20, 20)
+    found = [
+        near_miss(lambda q, m: torch.softmax(q @ q.mT / 4 + m, -1) @ q, q, mask),
+        near_miss(lambda q, m: torch.softmax(q @ q.mT / 4, -2) @ q, q, mask),
+        near_miss(lambda q, m: torch.softmax(torch.tanh(q @ q.mT), -1) @ q, q, mask),
+        near_miss(lambda q, m: F.scaled_dot_product_attention(q, q, q, attn_mask=m), q, mask),
+        near_miss(lambda q, m: torch.softmax(q[0] @ q[0].mT / 4, -1) @ q[0], q, mask),
+    ]
+    expected = ["add stands where the op has matmul", "dim of softmax is -2, not -1", "tanh stands where",
+                "attn_mask of scaled_dot_product_attention is", "has 3 dims, not 4"]  # fmt: skip
+    for reasons, reason in zip(found, expected, strict=True):
+        assert reason in reasons["GQADenseFwdOp"], reasons
+    assert near_miss(lambda q, m: torch.softmax(q, -1) * 2, q, mask) == {}
+
+    def trained(q, m):
+        return F.dropout(torch.softmax(q @ q.mT, -1), 0.5) @ q
+
+    run, seen = rewritten(trained, "always", ONLY)
+    run(q, mask)
+    assert not seen.substituted()
+
+
+def test_when_attention_is_worth_it():
+    """Not one query over copied keys, not for a gradient, not in place of torch's own function."""
+
+    def reason(q, k, function=hf_eager):
+        run, seen = rewritten(function, passes=ONLY)
+        torch.testing.assert_close(run(q, k, k), function(q, k, k))
+        return seen.declined().get("GQADenseFwdOp", "")
+
+    q, k = torch.randn(1, 2, 64, 16), torch.randn(1, 2, 64, 16)
+    assert reason(q, k) == ""
+    assert reason(q[:, :, :1], k).startswith("it saves")
+    assert reason(q.clone().requires_grad_(), k) == "its gradient would compute it again"
+    assert reason(q, k, F.scaled_dot_product_attention).endswith("is what its kernel calls")

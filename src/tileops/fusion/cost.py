@@ -117,9 +117,13 @@ def slowly_wide(device: torch.device, inputs: list[Any], steps: list[Any]) -> bo
     )
 
 
-def brings_nothing(entry: Entry, device: str, gradient: bool, function: str) -> str:
+def brings_nothing(
+    entry: Entry, device: str, gradient: bool, function: str, steps: list[Any], copied: list[Any]
+) -> str:
     """Why an op that in-tree kernels would serve should not take the place of plain PyTorch that means it;
-    '' where it should. ``function``: the one of torch that is to be replaced, if it is one."""
+    '' where it should. ``function``: the one of torch that is to be replaced, if it is one; ``steps``: what
+    is computed in between; ``copied``: what must change its layout.
+    """
     if entry.kind != "template":
         if ADVANTAGE.get(device, {}).get(entry.kind, 0.0) > 0.0:
             return ""
@@ -128,4 +132,6 @@ def brings_nothing(entry: Entry, device: str, gradient: bool, function: str) -> 
         return f"{function} is what its kernel calls"
     if gradient and entry.backward is None:
         return "its gradient would compute it again"
-    return ""
+    # Each is written once and read once.
+    saved, lost = 2 * sum(map(_nbytes, steps)), 2 * sum(map(_nbytes, copied))
+    return "" if saved >= lost else f"it saves {saved} bytes and copies {lost}"

@@ -10,7 +10,7 @@ and sums on the way may not, nor may anything be wider or of a third dtype.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,10 +60,12 @@ class Modes:
 
 @dataclass(frozen=True)
 class Given:
-    """What stands for an input of the op: a node, and its shape where that must change."""
+    """What stands for an input of the op: a node, and its shape or its order of dims where that must
+    change."""
 
     node: Node
     shape: tuple[Any, ...] | None = None
+    layout: tuple[int, ...] = ()
 
 
 @dataclass
@@ -77,6 +79,8 @@ class Proof:
     params: Mapping[str, Any]
     outputs: list[Node]
     """What the op's results stand for."""
+    layout: tuple[int, ...]
+    """How the root's dims lie in the op's first output."""
     anchor: Node
     """Before which the op is called."""
     shared: Node | None
@@ -92,6 +96,8 @@ class Proof:
         if name is None:
             return None
         given = self.inputs[name]
+        if given.layout:
+            return edit.call(torch.permute, given.node, given.layout)
         return (
             given.node if given.shape is None else edit.call(torch.reshape, given.node, given.shape)
         )
@@ -106,7 +112,12 @@ class _Facts:
     given: Mapping[str, Given]
 
     def shape(self, name: str) -> tuple[Any, ...]:
-        return tuple(value_of(self.given[name].node).shape)
+        given = self.given[name]
+        shape = tuple(value_of(given.node).shape)
+        return tuple(shape[d] for d in given.layout) if given.layout else given.shape or shape
+
+    def equal(self, one: Any, other: Any) -> bool:
+        return equal_shapes((one,), (other,))
 
 
 def prove(
@@ -124,7 +135,8 @@ def prove(
                 raise NoMatchError(f"{node} is no plain tensor")  # fmt: skip
     given = _given(meaning, root, b)
     named = [origin_node(b.named[name]) for name in b.named]
-    _check_shapes(root, region, b)
+    if not any(canonical(node) == "matmul" for node in region):
+        _check_shapes(root, region, b)
     _check_dtypes(root, region, b, set(named))
     _check_gradients(modes, region)
     outputs = [root, *(origin_node(b.named[name]) for name in pattern.outputs)]
@@ -140,7 +152,9 @@ def prove(
         name: _settled(name, value)
         for name, value in pattern.params(_Facts(b.numbers, b.dims, given)).items()
     }
-    return Proof(root, region, given, params, outputs, anchor, _shared(region, outputs))
+    return Proof(
+        root, region, given, params, outputs, pattern.layout, anchor, _shared(region, outputs)
+    )
 
 
 def _settled(name: str, value: Any) -> Any:
@@ -224,7 +238,12 @@ def _given(meaning: Term, root: Node, b: Binding) -> dict[str, Given]:
         if hole.name in found:
             continue
         shape = {"all": full, "last": full[len(full) - b.dims :]}.get(hole.over)
-        found[hole.name] = _as_given(hole.name, b.tensors[hole.name], dtype, shape)
+        one = _as_given(hole.name, b.tensors[hole.name], dtype, shape)
+        if hole.layout and value_of(one.node).dim() != len(hole.layout):
+            raise NoMatchError(
+                f"{hole.name} has {value_of(one.node).dim()} dims, not {len(hole.layout)}"
+            )
+        found[hole.name] = replace(one, layout=hole.layout)
     return found
 
 

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from tileops.fusion.graph import canonical, value_of
+from tileops.fusion.graph import canonical, idle, value_of
 
 __all__ = [
     "Expr", "Made", "argument", "equal_shapes", "factors", "fixed", "half_of", "mean_of", "number_of",
@@ -91,6 +91,9 @@ def origin(expr: Expr) -> Expr:
     return expr
 
 
+_RESHAPING = ("contiguous", "expand", "expand_as", "getitem", "reshape", "squeeze", "unsqueeze")
+
+
 def transparent(expr: Expr) -> bool:
     """Whether a node only casts, or only adds, removes or repeats dims of size 1."""
     if isinstance(expr, Made):
@@ -98,15 +101,9 @@ def transparent(expr: Expr) -> bool:
     if _cast(expr) is not None:
         return True
     name = canonical(expr)
-    if name not in (
-        "contiguous",
-        "expand",
-        "expand_as",
-        "getitem",
-        "reshape",
-        "squeeze",
-        "unsqueeze",
-    ):
+    if name == "dropout":
+        return idle(expr)
+    if name not in _RESHAPING:
         return False
     source = expr.args[0] if expr.args else None
     old, new = value_of(source), value_of(expr)
@@ -155,6 +152,8 @@ def factors(expr: Expr) -> Parts | None:
     if name == "pow":
         power = number_of(argument(expr, 1, "exponent"))
         return None if power is None else (1.0, [(one, float(power))])
+    if name == "matmul":
+        return _scaled_matmul(expr)
     if name == "silu":
         return 1.0, [(one, 1.0), (Made("sigmoid", (one,)), 1.0)]
     if name == "rms_norm":
@@ -195,6 +194,19 @@ def _product(node: Node, power: float) -> Parts | None:
         else:
             return None
     return coefficient, found
+
+
+def _scaled_matmul(node: Node) -> Parts | None:
+    """Numbers by which either side is multiplied come before the product."""
+    coefficient, sides = 1.0, []
+    for side in (argument(node, 0, "input", "self"), argument(node, 1, "other")):
+        inner = side
+        if isinstance(side, Node) and canonical(side) in ("mul", "div"):
+            parts = factors(side)
+            if parts is not None and len(parts[1]) == 1 and parts[1][0][1] == 1.0:
+                coefficient, inner = coefficient * parts[0], parts[1][0][0]
+        sides.append(inner)
+    return None if coefficient == 1.0 else (coefficient, [(Made("matmul", tuple(sides)), 1.0)])
 
 
 def summands(expr: Expr) -> tuple[Any, list[tuple[Expr, float]]] | None:
@@ -317,10 +329,36 @@ def primitive(expr: Expr) -> tuple[str, tuple[Any, ...], dict[str, Any]] | None:
     name, named = canonical(expr), dict(expr.kwargs)
     if name is None:
         return None
-    if name == "gelu":
-        named["approximate"] = argument(expr, 1, "approximate", default="none")
+    named.update(_attributes(expr, name))
     first = argument(expr, 0, "input", "self")
     return name, (first, *expr.args[1:]), named
+
+
+_ATTENTION = {
+    "attn_mask": None,
+    "dropout_p": 0.0,
+    "is_causal": False,
+    "scale": None,
+    "enable_gqa": False,
+}
+
+
+def _attributes(node: Node, name: str) -> dict[str, Any]:
+    """What may be given by position or left out, by name."""
+    if name == "gelu":
+        return {"approximate": argument(node, 1, "approximate", default="none")}
+    if name == "softmax":
+        dim = argument(node, 1, "dim")
+        value = value_of(node)
+        if isinstance(dim, int) and dim >= 0 and isinstance(value, torch.Tensor):
+            dim -= value.dim()
+        return {"dim": dim}
+    if name == "scaled_dot_product_attention":
+        return {
+            key: argument(node, place, key, default=default)
+            for place, (key, default) in enumerate(_ATTENTION.items(), 3)
+        }
+    return {}
 
 
 def half_of(expr: Expr) -> tuple[Node, bool] | None:

@@ -19,7 +19,7 @@ from tileops.engine.manifest.entry import Branch
 from tileops.engine.op import Op
 from tileops.engine.pattern import NoMatchError, Number, Product, Sum, Term
 from tileops.fusion.cost import brings_nothing
-from tileops.fusion.graph import Edit, canonical, is_pointwise, value_of
+from tileops.fusion.graph import Edit, canonical, difference, is_pointwise, value_of
 from tileops.fusion.matching import Matcher
 from tileops.fusion.patterns import Known, known
 from tileops.fusion.placement import served_in_tree
@@ -112,13 +112,8 @@ class _Pass:
             self.rewrite.report.add("declined", root, one.entry.name, reason=reason)
             return
         edit = Edit(self.rewrite.graph, proof.anchor, self.rewrite.mode)
-        overload = next(o.overload for o in cls._boundary.operators if o.branch == Branch())
         try:
-            given = [proof.as_input(edit, name) for name in inputs]
-            call = edit.call(overload, *given, op._instance_key)
-            results = [call] if len(cls.entry.outputs) == 1 else [
-                edit.call(getitem, call, i) for i in range(len(cls.entry.outputs))
-            ]  # fmt: skip
+            call, results = _call(edit, op, proof, inputs)
         except TileopsError as error:
             edit.undo()
             raise NoMatchError(str(error)) from None
@@ -141,7 +136,27 @@ class _Pass:
         if proof.shared is not None:
             return f"{proof.shared.name} is used beyond it and would be computed twice"
         grad = any(value_of(proof.inputs[n].node).requires_grad for n in inputs if n is not None)
-        return brings_nothing(op.entry, proof.device.type, grad, canonical(proof.root) or "")
+        function = canonical(proof.root) or ""
+        steps = [value_of(n) for n in proof.region - {proof.root}]
+        moved = [proof.inputs[n] for n in inputs if n is not None]
+        copied = [value_of(proof.root), *(value_of(g.node) for g in moved if g.layout)]
+        return brings_nothing(op.entry, proof.device.type, grad, function, steps, copied)
+
+
+def _call(
+    edit: Edit, op: Op, proof: Proof, inputs: tuple[str | None, ...]
+) -> tuple[Node, list[Node]]:
+    """The call of the op, and what stands for each output that was found."""
+    overload = next(o.overload for o in op._boundary.operators if o.branch == Branch())
+    call = edit.call(overload, *(proof.as_input(edit, n) for n in inputs), op._instance_key)
+    count = len(op.entry.outputs)
+    results = [call] if count == 1 else [edit.call(getitem, call, i) for i in range(count)]
+    if proof.layout:
+        first = edit.call(torch.permute, results[0], proof.layout)
+        if difference(value_of(proof.root), value_of(first)):
+            first = edit.call(torch.clone, first, memory_format=torch.contiguous_format)
+        results[0] = first
+    return call, results
 
 
 _BEGINNINGS: dict[type, tuple[str, ...]] = {
