@@ -158,6 +158,8 @@ class Pattern:
     """Named steps that the op's further outputs stand for."""
     layout: tuple[int, ...] = ()
     """How the dims of what is found lie in the op's first output."""
+    absent: str = ""
+    """Why no op has this meaning, where none has: it is reported as a near miss of the nearest one."""
 
 
 def tensor(name: str, over: str = "all", layout: tuple[int, ...] = ()) -> Tensor:

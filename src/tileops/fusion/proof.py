@@ -124,6 +124,8 @@ def prove(
     rewrite: Rewrite, modes: Modes, pattern: Pattern, meaning: Term, root: Node, b: Binding
 ) -> Proof:
     """The proof that ``root``, read as ``meaning``, is the op. Raises ``NoMatchError``."""
+    if pattern.absent:
+        raise NoMatchError(pattern.absent)
     if rewrite.autocast:
         raise NoMatchError("it is called under torch.autocast")
     region = _region(root, b)

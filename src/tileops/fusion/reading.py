@@ -329,6 +329,9 @@ def primitive(expr: Expr) -> tuple[str, tuple[Any, ...], dict[str, Any]] | None:
     name, named = canonical(expr), dict(expr.kwargs)
     if name is None:
         return None
+    if name in ("cat", "reshape"):
+        turned = _turned(expr, name)
+        return None if turned is None else (*turned, {})
     named.update(_attributes(expr, name))
     first = argument(expr, 0, "input", "self")
     return name, (first, *expr.args[1:]), named
@@ -359,6 +362,37 @@ def _attributes(node: Node, name: str) -> dict[str, Any]:
             for place, (key, default) in enumerate(_ATTENTION.items(), 3)
         }
     return {}
+
+
+def _turned(node: Node, name: str) -> tuple[str, tuple[Expr]] | None:
+    """``rotate_half``: the negative second half before the first; ``rotate_pairs``: so for neighbours."""
+    joined: Any = node if name == "cat" else node.args[0]
+    if not isinstance(joined, Node) or canonical(joined) != ("cat" if name == "cat" else "stack"):
+        return None
+    pieces, rank = argument(joined, 0, "tensors"), value_of(joined).dim()
+    if argument(joined, 1, "dim", "axis", default=0) not in (-1, rank - 1) or len(pieces) != 2:
+        return None
+    second = factors(pieces[0])
+    if second is None or second[0] != -1.0 or len(second[1]) != 1:
+        return None
+    cut = half_of if name == "cat" else _neighbour_of
+    one, other = cut(second[1][0][0]), cut(pieces[1])
+    if one is None or other is None or (one[1], other[1]) != (True, False):
+        return None
+    kind = "rotate_half" if name == "cat" else "rotate_pairs"
+    return (kind, (one[0],)) if one[0] is other[0] else None
+
+
+def _neighbour_of(expr: Expr) -> tuple[Node, bool] | None:
+    """The tensor of which an expression is every second entry of the last dim, and whether the later."""
+    expr = origin(expr)
+    if isinstance(expr, Made) or canonical(expr) != "getitem" or not isinstance(expr.args[0], Node):
+        return None
+    index = expr.args[1] if isinstance(expr.args[1], tuple) else (expr.args[1],)
+    last = index[-1] if index else None
+    if not isinstance(last, slice) or last.step != 2 or last.start not in (None, 0, 1):
+        return None
+    return expr.args[0], last.start == 1
 
 
 def half_of(expr: Expr) -> tuple[Node, bool] | None:
