@@ -177,6 +177,37 @@ def twice_the_same_step_of_other_values(x, w):
     return (y + 1) * torch.rsqrt(a.pow(2).mean(-1, keepdim=True) + EPS)
 
 
+def half_norm(wide, w):
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS) * w).half()
+
+
+def cast_then_written(x, w):
+    x = x.half()
+    wide = x.float()
+    x.add_(1)
+    return half_norm(wide, w.half())
+
+
+def written_cast(x, w):
+    wide = x.half().float()
+    wide.mul_(wide)
+    return half_norm(wide, w.half())
+
+
+def weight_cast_then_written(x, w):
+    w = w.half()
+    wide = w.float()
+    w.zero_()
+    return half_norm(x.half().float(), wide)
+
+
+def cast_before_and_after(x, w):
+    x = x.half()
+    total = x.float().pow(2).mean(-1, keepdim=True)
+    x.add_(1)
+    return x.float() * torch.rsqrt(total + EPS)
+
+
 def no_grad_inside(x, w):
     with torch.no_grad():
         s = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
@@ -203,6 +234,7 @@ NEAR_MISSES = {
     "written": (written_x, "x is written in between"),
     "written step": (written_square, "square is written in between"),
     "written under a step": (twice_the_same_step_of_other_values, "x is a in one place and add_2"),
+    "cast before and after": (cast_before_and_after, "x is x in one place and"),
     "no_grad": (no_grad_inside, "under torch.no_grad"),
     "detached": (by(lambda x, w: x.detach().pow(2).mean(-1, keepdim=True) + EPS), "x is detach in one place"),
 }  # fmt: skip
@@ -219,6 +251,15 @@ def test_near_misses_stay_and_say_why(name):
     ((op, found),) = seen.near_misses().items()
     assert op == "RMSNormFwdOp"
     assert reason.replace("g_w_", "") in found.replace("l_w_", "").replace("g_w_", ""), found
+
+
+@pytest.mark.parametrize("function", [cast_then_written, written_cast, weight_cast_then_written])
+def test_what_was_cast_and_then_written_is_read_after_the_cast(function):
+    """The op in float32, of what the casts gave; not in float16, of what stands there now."""
+    x, w = torch.randn(8, 8), torch.randn(8)
+    run, seen = rewritten(lambda x: function(x, w), "always", ONLY)
+    torch.testing.assert_close(run(x), function(x, w))
+    assert len(seen.substituted()) == 1
 
 
 def test_autocast_and_a_loss_are_none():

@@ -15,6 +15,7 @@ from tileops.fusion.graph import Memory, canonical, is_pointwise, value_of
 from tileops.fusion.reading import (
     Expr,
     Made,
+    cast_of,
     factors,
     half_of,
     mean_of,
@@ -319,11 +320,14 @@ class Matcher:
     def same(self, one: Any, other: Any, depth: int = 6) -> bool:
         """Whether two arguments have one value: one node, or equal pure steps on memory that the graph
         never writes."""
-        one, other = origin(one) if isinstance(one, Node) else one, (
-            origin(other) if isinstance(other, Node) else other
-        )  # fmt: skip
         if one is other:
             return True
+        if isinstance(one, Node) and isinstance(other, Node):
+            if not self._steady(one) or not self._steady(other):
+                return False
+            one, other = origin(one), origin(other)
+            if one is other:
+                return True
         if isinstance(one, tuple | list) and isinstance(other, tuple | list):
             return len(one) == len(other) and all(
                 self.same(a, b, depth) for a, b in zip(one, other, strict=True)
@@ -345,6 +349,14 @@ class Matcher:
             and all(self.same(one.kwargs[k], other.kwargs[k], depth - 1) for k in one.kwargs)
             and self.same(one.args, other.args, depth - 1)
         )
+
+    def _steady(self, expr: Expr) -> bool:
+        """Whether a value is for good what it was before its casts."""
+        while isinstance(expr, Node) and (source := cast_of(expr)) is not None:
+            if self.memory.written(expr) or self.memory.written(source):
+                return False
+            expr = source
+        return True
 
 
 _PURE = frozenset(

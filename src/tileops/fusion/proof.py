@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -44,14 +45,16 @@ class Modes:
 
     def __init__(self, graph: Graph) -> None:
         self._of: dict[Node, tuple[Any, ...]] = {}
-        now: tuple[Any, ...] = ()
-        for node in graph.nodes:
-            name = getattr(node.target, "__name__", "")
+        names = {node: getattr(node.target, "__name__", "") for node in graph.nodes}
+        first = next((n for n, name in names.items() if name == "_set_grad_enabled"), None)
+        # A mode is set to what it was not.
+        enabled, other = None if first is None else not first.args[0], None
+        for node, name in names.items():
             if name == "_set_grad_enabled":
-                now = (*now[:-1], node.args[0]) if now else (node.args[0],)
+                enabled = bool(node.args[0])
             elif name.startswith(("_enter_", "_exit_")):
-                now = (node, now[-1] if now else None)
-            self._of[node] = now
+                other = node
+            self._of[node] = (enabled, other)
 
     def one(self, nodes: set[Node]) -> bool:
         """Whether all run under one."""
@@ -393,14 +396,19 @@ def _check_gradients(modes: Modes, region: set[Node]) -> None:
 def _check_memory(
     rewrite: Rewrite, region: set[Node], root: Node, given: Mapping[str, Given], b: Binding
 ) -> None:
-    """Nothing that the op reads, or that it replaces, is written before the last step."""
-    first = min(region)
+    """Nothing that the op reads, or that it replaces, is written before the last step; nor, where the op
+    reads what a cast or view is of, between that and the last step."""
+    first, written = min(region), rewrite.memory.written
     for name, seen in b.tensors.items():
-        nodes = {given[name].node, *(n for e in seen for n in _chain(e))}
-        for node in nodes:
-            start = max(first, node)
-            if rewrite.memory.written(node, start=start, end=root):
+        places = [(given[name].node, first)]
+        for expr in seen:
+            chain = list(_chain(expr))
+            places += [(node, first) for node in chain]
+            if expr is not given[name].node:
+                places += [(n, node) for node, of in pairwise(chain) for n in (node, of)]
+        for node, since in places:
+            if written(node, start=max(since, node), end=root):
                 raise NoMatchError(f"{name} is written in between")
     for node in sorted(region - {root}):
-        if rewrite.memory.written(node, end=root):
+        if written(node, end=root):
             raise NoMatchError(f"{node.name} is written in between")

@@ -17,8 +17,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from tileops.fusion.graph import canonical, idle, value_of
 
 __all__ = [
-    "Expr", "Made", "argument", "equal_shapes", "factors", "fixed", "half_of", "mean_of", "number_of",
-    "origin", "primitive", "stripped", "summands", "transparent",
+    "Expr", "Made", "argument", "cast_of", "equal_shapes", "factors", "fixed", "half_of", "mean_of",
+    "number_of", "origin", "primitive", "stripped", "summands", "transparent",
 ]  # fmt: skip
 
 
@@ -79,15 +79,21 @@ def _cast(node: Expr) -> tuple[torch.Tensor, torch.Tensor] | None:
     return (old, new) if floats and old.device == new.device else None
 
 
+def cast_of(node: Expr) -> Node | None:
+    """What a node is a cast of, where that loses nothing."""
+    found = _cast(node)
+    if found is None or torch.promote_types(found[0].dtype, found[1].dtype) != found[1].dtype:
+        return None
+    assert isinstance(node, Node)
+    source = node.args[0]
+    assert isinstance(source, Node)
+    return source
+
+
 def origin(expr: Expr) -> Expr:
     """A value before casts that lose nothing."""
-    while (found := _cast(expr)) is not None:
-        old, new = found
-        if torch.promote_types(old.dtype, new.dtype) != new.dtype:
-            break
-        assert isinstance(expr, Node)
-        assert isinstance(expr.args[0], Node)
-        expr = expr.args[0]
+    while (source := cast_of(expr)) is not None:
+        expr = source
     return expr
 
 
