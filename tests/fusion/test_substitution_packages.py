@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ import torch
 
 from tests.contract.fresh import run_fresh
 from tests.contract.test_stale_artifacts import COUNT, X, write_package
+from tileops.authoring import pattern as p
+from tileops.engine.validate.patterns import check_pattern
+from tileops.norm import RMSNormFwdOp, patterns
 
 PATTERNS = """
 from tileops.authoring import pattern as p
@@ -62,3 +66,24 @@ def test_what_is_kept_is_of_the_pattern_as_it_is(tmp_path):
         torch.testing.assert_close(result, (X * factor + COUNT) * 4, msg=name)
         assert substituted == ops, name
         assert found == hits, name
+
+
+def test_a_pattern_is_held_to_the_op(monkeypatch):
+    """As ``tileops check`` does."""
+    faults: list[str] = []
+
+    def check(name):
+        entry = replace(RMSNormFwdOp.entry, pattern=name)
+        faults.clear()
+        check_pattern(entry, "tileops.norm", faults.append)
+        return "; ".join(faults)
+
+    assert check("RMS_NORM") == ""
+    assert check("NOTHING") == "pattern: tileops.norm.patterns has no Pattern named 'NOTHING'"
+    other = p.tensor("y") * p.number("gain") + p.named("total", p.tensor("x"))
+    monkeypatch.setattr(patterns, "RMS_NORM", p.Pattern(meanings=(other,), hint=other))
+    assert check("RMS_NORM").split("; ") == [
+        "pattern: tensor 'y' is none of the op's: x, weight",
+        "pattern: number 'gain' is none of the op's: normalized_shape, eps",
+        "pattern: named 'total' is none of the op's: output",
+    ]

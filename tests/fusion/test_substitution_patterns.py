@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import tileops
 from tests.fusion.test_substitution import EPS, llama, rms
 from tests.rewriting import rewritten
 from tests.substituting import ONLY, grads_agree, held
+from tileops.backend import register_kernel_builder
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -319,19 +321,21 @@ def test_attention_that_is_none():
     assert not seen.substituted()
 
 
-def test_when_attention_is_worth_it():
-    """Not one query over copied keys, not for a gradient, not in place of torch's own function."""
-
-    def reason(q, k, function=hf_eager):
-        run, seen = rewritten(function, passes=ONLY)
-        torch.testing.assert_close(run(q, k, k), function(q, k, k))
-        return seen.declined().get("GQADenseFwdOp", "")
-
+def test_attention_is_left_to_inductor_unless_a_target_serves_it():
+    """Which puts there what the op's kernels call."""
     q, k = torch.randn(1, 2, 64, 16), torch.randn(1, 2, 64, 16)
-    assert reason(q, k) == ""
-    assert reason(q[:, :, :1], k).startswith("it saves")
-    assert reason(q.clone().requires_grad_(), k) == "its gradient would compute it again"
-    assert reason(q, k, F.scaled_dot_product_attention).endswith("is what its kernel calls")
+    for function in (hf_eager, F.scaled_dot_product_attention):
+        run, seen = rewritten(function)
+        torch.testing.assert_close(run(q, k, k), function(q, k, k))
+        assert "Inductor puts there itself" in seen.declined()["GQADenseFwdOp"]
+
+    def build(*specs, **params):
+        return lambda q, *rest: torch.full_like(q, 7.0)
+
+    register_kernel_builder("attention_test", "GQADenseFwdOp", build)
+    with tileops.use_target("attention_test"):
+        run, seen = rewritten(hf_eager)
+        assert (run(q, k, k) == 7).all()
 
 
 # ---- what no op has ------------------------------------------------------------------------------

@@ -38,4 +38,5 @@ ATTENTION = p.Pattern(
     calls=("scaled_dot_product_attention",),
     params=_params,
     layout=_SWAPPED,
+    no_gain="its kernels are torch's attention, which Inductor puts there itself",
 )  # fmt: skip

@@ -158,6 +158,8 @@ class Pattern:
     """Named steps that the op's further outputs stand for."""
     layout: tuple[int, ...] = ()
     """How the dims of what is found lie in the op's first output."""
+    no_gain: str = ""
+    """Why the op's own kernels are no faster than what it would replace: then only a target is."""
     absent: str = ""
     """Why no op has this meaning, where none has: it is reported as a near miss of the nearest one."""
 

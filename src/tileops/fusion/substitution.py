@@ -17,7 +17,7 @@ from torch.fx import Node
 from tileops.engine.errors import TileopsError
 from tileops.engine.manifest.entry import Branch
 from tileops.engine.op import Op
-from tileops.engine.pattern import NoMatchError, Number, Product, Sum, Term
+from tileops.engine.pattern import NoMatchError, Number, Pattern, Product, Sum, Term
 from tileops.fusion.cost import brings_nothing
 from tileops.fusion.graph import Edit, canonical, difference, is_pointwise, value_of
 from tileops.fusion.matching import Matcher
@@ -106,7 +106,7 @@ class _Pass:
         except TileopsError as error:
             raise NoMatchError(str(error)) from None
         inputs = _inputs(op, proof)
-        reason = self._unwanted(op, proof, inputs)
+        reason = self._unwanted(op, one.pattern, proof, inputs)
         if reason:
             self.covered |= proof.region
             self.rewrite.report.add("declined", root, one.entry.name, reason=reason)
@@ -127,7 +127,10 @@ class _Pass:
         )
         _sweep(self.rewrite, proof.region)
 
-    def _unwanted(self, op: Op, proof: Proof, inputs: tuple[str | None, ...]) -> str:
+    def _unwanted(
+        self, op: Op, pattern: Pattern, proof: Proof, inputs: tuple[str | None, ...]
+    ) -> str:
+        """Why plain PyTorch should stay."""
         said, by = policy_of(proof.root, "auto", self.rewrite.policy)
         if said == "never":
             return f"policy never, by {by}"
@@ -136,11 +139,7 @@ class _Pass:
         if proof.shared is not None:
             return f"{proof.shared.name} is used beyond it and would be computed twice"
         grad = any(value_of(proof.inputs[n].node).requires_grad for n in inputs if n is not None)
-        function = canonical(proof.root) or ""
-        steps = [value_of(n) for n in proof.region - {proof.root}]
-        moved = [proof.inputs[n] for n in inputs if n is not None]
-        copied = [value_of(proof.root), *(value_of(g.node) for g in moved if g.layout)]
-        return brings_nothing(op.entry, proof.device.type, grad, function, steps, copied)
+        return brings_nothing(op.entry, pattern, proof.device.type, grad)
 
 
 def _call(
