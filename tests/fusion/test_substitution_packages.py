@@ -55,13 +55,13 @@ def test_what_is_kept_is_of_the_pattern_as_it_is(tmp_path):
     """The op of this package multiplies what the pattern found by 10, so that it shows whether it ran."""
     cache, ten = str(tmp_path / "inductor"), {"x * factor": "x.round() * factor * 10"}
     other = PATTERNS.replace('p.call("round", x)', 'p.call("floor", x)')
-    for name, patterns, hits, factor, ops in (
+    for name, text, hits, factor, ops in (
         ("cold", PATTERNS, 0, 25.0, ["ScaleFwdOp(factor=2.5)"]),
         ("warm", PATTERNS, 1, 25.0, ["ScaleFwdOp(factor=2.5)"]),
         ("changed", other, 0, 2.5, []),
         ("warm again", PATTERNS, 1, 25.0, ["ScaleFwdOp(factor=2.5)"]),
     ):
-        root = _package(tmp_path / name, patterns, ten)
+        root = _package(tmp_path / name, text, ten)
         result, found, substituted = run_fresh(_run, root=root, cache=cache)
         torch.testing.assert_close(result, (X * factor + COUNT) * 4, msg=name)
         assert substituted == ops, name
