@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from tileops.engine.manifest.entry import Entry
+from tileops.engine.pattern import Pattern
 from tileops.fusion.graph import fusable, tensors_of, value_of
 
-__all__ = ["ADVANTAGE", "OVERHEAD", "Estimate", "estimate", "slowly_wide"]
+__all__ = ["ADVANTAGE", "OVERHEAD", "Estimate", "brings_nothing", "estimate", "slowly_wide"]
 
 ADVANTAGE = {"cuda": {"pointwise": 0.0, "reduction": 0.1}}
 """By device and kind: the share of its bytes' time by which an own kernel beats Inductor's of the same
@@ -111,3 +113,16 @@ def slowly_wide(device: torch.device, inputs: list[Any], steps: list[Any]) -> bo
         and not given
         and any(t.dtype is wide for t in tensors_of(steps))
     )
+
+
+def brings_nothing(entry: Entry, pattern: Pattern, device: str, gradient: bool) -> str:
+    """Why an op that in-tree kernels would serve should not take the place of plain PyTorch that means it;
+    '' where it should. ``gradient``: one will be asked for."""
+    if pattern.no_gain:
+        return pattern.no_gain
+    if entry.kind == "template":
+        again = gradient and entry.backward is None
+        return "its gradient would compute it again" if again else ""
+    if ADVANTAGE.get(device, {}).get(entry.kind, 0.0) > 0.0:
+        return ""
+    return f"on {device} its own kernel is no faster than Inductor's code"
