@@ -1,0 +1,61 @@
+"""Real model classes through the passes of ``backend="tileops"``, the graphs then run as they stand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.models.zoo import ZOO, ids
+from tests.rewriting import rewritten
+from tileops.backend.tolerances import compare
+
+LENGTHS = (7, 12, 5, 12)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    yield
+    torch._dynamo.reset()
+
+
+def counted(called):
+    """``called`` compiled without a compiler, and the list of its graphs."""
+    graphs = []
+
+    def keep(module, _):
+        graphs.append(module)
+        return module
+
+    torch._dynamo.reset()
+    return torch.compile(called, backend=keep, fullgraph=True), graphs
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_a_rewritten_model_says_the_same_at_every_length(name):
+    """In one graph, and no more graphs than Dynamo makes for plain ``torch.compile``."""
+    kind = ZOO[name]
+    model = kind.make()
+    texts = [ids(2, length) for length in LENGTHS]
+    with torch.no_grad():
+        expected = [kind.run(model, text) for text in texts]
+        plain, graphs = counted(model)
+        for text in texts:
+            kind.run(plain, text)
+        run, seen = rewritten(model)
+        for text, wanted in zip(texts, expected, strict=True):
+            found = compare(kind.run(run, text), wanted, "template")
+            assert found.ok, f"{name}, {text.shape[1]} tokens: {found.text}"
+    assert len(seen.graphs) == len(graphs)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_one_row_of_a_model_says_the_same(name):
+    """A text of one token: every product is of one row, every mask of one element."""
+    kind = ZOO[name]
+    model, text = kind.make(), ids(1, 1) + 1
+    with torch.no_grad():
+        expected = kind.run(model, text)
+        run, seen = rewritten(model)
+        found = compare(kind.run(run, text), expected, "template")
+    assert found.ok, f"{name}: {found.text}"
+    assert len(seen.graphs) == 1
