@@ -36,6 +36,14 @@ class Seen:
         """Class to reason."""
         return {d["op"]: d["reason"] for report in self.reports for d in report.of("declined")}
 
+    def substituted(self) -> list[str]:
+        """The ops that plain PyTorch became."""
+        return [data["call"] for report in self.reports for data in report.of("substituted")]
+
+    def near_misses(self) -> dict[str, str]:
+        """Class to reason."""
+        return {d["op"]: d["reason"] for report in self.reports for d in report.of("near miss")}
+
     def targets(self) -> list[str]:
         return [str(node.target) for graph in self.graphs for node in graph.graph.nodes]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tileops.engine import pattern
 from tileops.engine.errors import CheckError
 from tileops.engine.kernel import (
     CallSpec,
@@ -30,4 +31,5 @@ __all__ = [
     "SignatureCall",
     "TensorSpec",
     "literal_type",
+    "pattern",
 ]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from tileops.engine.manifest.entry import Entry
 from tileops.fusion.graph import fusable, tensors_of, value_of
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "ONE_ROW",
     "OVERHEAD",
     "Estimate",
+    "brings_nothing",
     "estimate",
     "one_row_pays",
     "slowly_wide",
@@ -38,6 +40,9 @@ Inductor's than as the library's product. Other dtypes: never."""
 
 SLOW_IN_FLOAT64 = ("cuda",)
 """Where float64 costs so much that bytes no longer say what work costs."""
+
+OWN_FUNCTIONS = ("scaled_dot_product_attention",)
+"""Functions of torch that in-tree kernels call themselves."""
 
 
 @dataclass(frozen=True)
@@ -133,3 +138,17 @@ def slowly_wide(device: torch.device, inputs: list[Any], steps: list[Any]) -> bo
         and not given
         and any(t.dtype is wide for t in tensors_of(steps))
     )
+
+
+def brings_nothing(entry: Entry, device: str, gradient: bool, function: str) -> str:
+    """Why an op that in-tree kernels would serve should not take the place of plain PyTorch that means it;
+    '' where it should. ``function``: the one of torch that is to be replaced, if it is one."""
+    if entry.kind != "template":
+        if ADVANTAGE.get(device, {}).get(entry.kind, 0.0) > 0.0:
+            return ""
+        return f"on {device} its own kernel is no faster than Inductor's code"
+    if function in OWN_FUNCTIONS:
+        return f"{function} is what its kernel calls"
+    if gradient and entry.backward is None:
+        return "its gradient would compute it again"
+    return ""

@@ -168,7 +168,8 @@ def _inline(call: Call, rewrite: Rewrite, why: str, if_cheap: bool) -> str:
         return f"inlined, {problem}"
     rewrite.report.add("inlined", node, call.name, why=why)
     edit.erase_unused([*edit.added, node, *pairs])
-    rewrite.inlined.append((call.op, device))
+    if node not in rewrite.substituted:
+        rewrite.inlined.append((call.op, device))
     return ""
 
 

@@ -21,9 +21,11 @@ class Report:
     """The events of one graph, in the order in which they happened; each also goes to every open
     ``tileops.recording()``.
 
-    Kinds: ``substituted``: plain PyTorch became an op; ``inlined``: an op became its decomposition;
-    ``fused``: an op took its neighbours; ``declined``: none of these, for a ``reason``. Data: ``op``,
-    the class's name; ``node``; ``stack``: where the user's code is; what else the kind has to say.
+    Kinds: ``substituted``: plain PyTorch became an op (``call``: which; ``steps``: of how many nodes);
+    ``near miss``: plain PyTorch has the hint of an op and does not mean it, for a ``reason``;
+    ``inlined``: an op became its decomposition; ``fused``: an op took its neighbours; ``declined``: what
+    means an op or is one stayed what it is, for a ``reason``. Data: ``op``, the class's name; ``node``;
+    ``stack``: where the user's code is; what else the kind has to say.
     """
 
     events: list[Event] = field(default_factory=list)

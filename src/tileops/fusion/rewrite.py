@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from tileops.engine.op import Op
 from tileops.fusion.graph import Memory, fake_mode_of
@@ -29,7 +29,9 @@ class Rewrite:
     """Some of the graph runs under ``torch.autocast``, which changes what functions compute."""
     report: Report = field(default_factory=Report)
     inlined: list[tuple[Op, torch.device]] = field(default_factory=list)
-    """Ops that have become code: it serves where in-tree kernels would."""
+    """Ops that the caller wrote and that have become code: it serves where in-tree kernels would."""
+    substituted: set[Node] = field(default_factory=set)
+    """Calls of ops where the caller wrote plain PyTorch: as code they are that again."""
 
     @property
     def graph(self) -> Graph:

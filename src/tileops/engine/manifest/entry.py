@@ -165,6 +165,8 @@ class Entry:
     """What ``torch.autocast`` does, where it is not what follows from the rest."""
     fusion: str = "auto"
     """Whether the ``tileops`` backend inlines the op: ``never``, ``always``, or by its cost."""
+    pattern: str | None = None
+    """The name in the family's ``patterns`` of what the ``tileops`` backend may replace by the op."""
     branches: tuple[Branch, ...] = field(default=(), compare=False)
     node: Located | None = field(default=None, compare=False, repr=False)
     """The entry as written, for the lines of its fields."""

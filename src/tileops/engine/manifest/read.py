@@ -190,7 +190,7 @@ def parse_entry(name: str, node: Located, path: Path, family: str) -> Entry:
     cost = node.value["cost"]
     composition = node.get("composition")
     backward = node.get("backward")
-    autocast, fusion = node.get("autocast"), node.get("fusion")
+    autocast, fusion, pattern = node.get("autocast"), node.get("fusion"), node.get("pattern")
     entry = Entry(
         name=name,
         family=family,
@@ -226,6 +226,7 @@ def parse_entry(name: str, node: Located, path: Path, family: str) -> Entry:
         ),
         autocast=autocast.value if autocast else None,
         fusion=fusion.value if fusion else "auto",
+        pattern=pattern.value if pattern else None,
         node=node,
     )
     check_names(read.fail, node, entry)

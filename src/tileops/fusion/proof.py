@@ -1,0 +1,385 @@
+"""That what looks like an op is the op: dtypes, shapes, memory and gradients of the steps that it would
+replace.
+
+Between the inputs and the result the op computes in float32, or wider where its dtype is, and rounds
+once. A step in plain PyTorch may round to the result's dtype where that costs no more than the tolerance
+table has room for: products may, on the way to the result. What goes into a mean, what is made of one
+and sums on the way may not, nor may anything be wider or of a third dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, Node
+
+from tileops.engine.pattern import (
+    Call,
+    Half,
+    Named,
+    NoMatchError,
+    Pattern,
+    Product,
+    Sum,
+    Tensor,
+    Term,
+)
+from tileops.fusion.graph import Edit, canonical, is_pointwise, tensors_of, value_of
+from tileops.fusion.matching import Binding
+from tileops.fusion.reading import Expr, Made, equal_shapes, fixed, origin, transparent
+from tileops.fusion.rewrite import Rewrite
+
+__all__ = ["Given", "Modes", "Proof", "prove"]
+
+_REDUCTIONS = ("mean", "std", "sum", "var", "var_mean")
+_SUMS = ("add", "rsub", "sub")
+
+
+class Modes:
+    """Under which gradient mode each node runs."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._of: dict[Node, tuple[Any, ...]] = {}
+        now: tuple[Any, ...] = ()
+        for node in graph.nodes:
+            name = getattr(node.target, "__name__", "")
+            if name == "_set_grad_enabled":
+                now = (*now[:-1], node.args[0]) if now else (node.args[0],)
+            elif name.startswith(("_enter_", "_exit_")):
+                now = (node, now[-1] if now else None)
+            self._of[node] = now
+
+    def one(self, nodes: set[Node]) -> bool:
+        """Whether all run under one."""
+        return len({self._of.get(node) for node in nodes}) <= 1
+
+
+@dataclass(frozen=True)
+class Given:
+    """What stands for an input of the op: a node, and its shape where that must change."""
+
+    node: Node
+    shape: tuple[Any, ...] | None = None
+
+
+@dataclass
+class Proof:
+    """A match that is the op."""
+
+    root: Node
+    region: set[Node]
+    """The steps that the op takes, the root among them."""
+    inputs: Mapping[str, Given]
+    params: Mapping[str, Any]
+    outputs: list[Node]
+    """What the op's results stand for."""
+    anchor: Node
+    """Before which the op is called."""
+    shared: Node | None
+    """A step that something else uses too, and that would have to be computed for it."""
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = value_of(self.root).device
+        return device
+
+    def as_input(self, edit: Edit, name: str | None) -> Node | None:
+        """The node that is passed for an input."""
+        if name is None:
+            return None
+        given = self.inputs[name]
+        return (
+            given.node if given.shape is None else edit.call(torch.reshape, given.node, given.shape)
+        )
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What a pattern's ``params`` may ask."""
+
+    numbers: Mapping[str, Any]
+    dims: int
+    given: Mapping[str, Given]
+
+    def shape(self, name: str) -> tuple[Any, ...]:
+        return tuple(value_of(self.given[name].node).shape)
+
+
+def prove(
+    rewrite: Rewrite, modes: Modes, pattern: Pattern, meaning: Term, root: Node, b: Binding
+) -> Proof:
+    """The proof that ``root``, read as ``meaning``, is the op. Raises ``NoMatchError``."""
+    if rewrite.autocast:
+        raise NoMatchError("it is called under torch.autocast")
+    region = _region(root, b)
+    for node in (*sorted(region), *(e for seen in b.tensors.values() for e in seen)):
+        for value in tensors_of(value_of(node)):
+            if not isinstance(value, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(
+                value
+            ):
+                raise NoMatchError(f"{node} is no plain tensor")  # fmt: skip
+    given = _given(meaning, root, b)
+    named = [origin_node(b.named[name]) for name in b.named]
+    _check_shapes(root, region, b)
+    _check_dtypes(root, region, b, set(named))
+    _check_gradients(modes, region)
+    outputs = [root, *(origin_node(b.named[name]) for name in pattern.outputs)]
+    for node in outputs[1:]:
+        if all(user in region for user in node.users):
+            raise NoMatchError(f"{node.name} is not used beyond it")
+    anchor = min(outputs)
+    _check_memory(rewrite, region, root, given, b)
+    for name, one in given.items():
+        if not one.node < anchor:
+            raise NoMatchError(f"{name} is computed after {anchor.name}, which the op returns")
+    params = {
+        name: _settled(name, value)
+        for name, value in pattern.params(_Facts(b.numbers, b.dims, given)).items()
+    }
+    return Proof(root, region, given, params, outputs, anchor, _shared(region, outputs))
+
+
+def _settled(name: str, value: Any) -> Any:
+    """A param without symbols. Raises ``NoMatchError``."""
+    if isinstance(value, tuple):
+        return tuple(_settled(name, v) for v in value)
+    if not isinstance(value, torch.SymInt):
+        return value
+    size = fixed(value)
+    if size is None:
+        raise NoMatchError(f"{name} is not fixed: {value}")
+    return size
+
+
+def origin_node(expr: Expr) -> Node:
+    """A named step is a node: those inside torch's functions have no names."""
+    found = origin(expr)
+    if isinstance(found, Made):
+        raise NoMatchError(f"a step of {found.name} has no node of its own")
+    return found
+
+
+def _region(root: Node, b: Binding) -> set[Node]:
+    """All steps from what the holes stand for to the root."""
+    bound = {node for seen in b.tensors.values() for e in seen for node in _chain(e)}
+    region: set[Node] = set()
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        if node in region or node in bound:
+            continue
+        if not tensors_of(value_of(node)):
+            continue  # a size
+        if canonical(node) is None:
+            raise NoMatchError(f"{node.name} is part of it and not of the op")
+        region.add(node)
+        waiting += node.all_input_nodes
+    return region
+
+
+def _shared(region: set[Node], outputs: list[Node]) -> Node | None:
+    """A step used outside that is more than a cast or a view."""
+    return next(
+        (
+            node
+            for node in sorted(region)
+            if node not in outputs
+            and (is_pointwise(node) or canonical(node) in _REDUCTIONS)
+            and canonical(node) != "to"
+            and any(user not in region for user in node.users)
+        ),
+        None,
+    )
+
+
+# ---- inputs --------------------------------------------------------------------------------------
+
+
+def _holes(term: Term) -> Iterator[Tensor]:
+    if isinstance(term, Tensor):
+        yield term
+    elif isinstance(term, Half):
+        yield Tensor(term.tensor.name, "any")
+    elif isinstance(term, Named):
+        yield from _holes(term.term)
+    elif isinstance(term, Product):
+        for part, _ in term.factors:
+            yield from _holes(part)
+    elif isinstance(term, Sum):
+        for part, _ in term.terms:
+            yield from _holes(part)
+    elif isinstance(term, Call):
+        for part in term.arguments:
+            yield from _holes(part)
+
+
+def _given(meaning: Term, root: Node, b: Binding) -> dict[str, Given]:
+    full, dtype = tuple(value_of(root).shape), value_of(root).dtype
+    found: dict[str, Given] = {}
+    for hole in _holes(meaning):
+        if hole.name in found:
+            continue
+        shape = {"all": full, "last": full[len(full) - b.dims :]}.get(hole.over)
+        found[hole.name] = _as_given(hole.name, b.tensors[hole.name], dtype, shape)
+    return found
+
+
+def _as_given(
+    name: str, seen: tuple[Expr, ...], dtype: torch.dtype, shape: tuple[Any, ...] | None
+) -> Given:
+    """The node of that dtype and shape among those that are one value."""
+    near: Given | None = None
+    types = []
+    for expr in seen:
+        for node in _chain(expr):
+            value = value_of(node)
+            types.append(value.dtype)
+            if value.dtype is not dtype:
+                continue
+            if shape is None or equal_shapes(value.shape, shape):
+                return Given(node)
+            lead = value.dim() - len(shape)
+            if lead > 0 and equal_shapes(value.shape, (1,) * lead + shape):
+                near = Given(node, shape)
+    if near is not None:
+        return near
+    if dtype in types:
+        assert shape is not None
+        given = tuple(value_of(seen[0]).shape)
+        raise NoMatchError(f"{name} has shape {_show(given)}, not {_show(shape)}")
+    raise NoMatchError(f"{name} is {_short(types[-1])} and the result {_short(dtype)}")
+
+
+def _chain(expr: Expr) -> Iterator[Node]:
+    """A node and what it is of, through dims of size 1 and casts that lose nothing."""
+    assert isinstance(expr, Node)
+    while True:
+        yield expr
+        if not transparent(expr):
+            return
+        source = expr.args[0]
+        assert isinstance(source, Node)
+        old, new = value_of(source).dtype, value_of(expr).dtype
+        if torch.promote_types(old, new) is not new:
+            return
+        expr = source
+
+
+def _show(shape: tuple[Any, ...]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# ---- steps ---------------------------------------------------------------------------------------
+
+
+def _check_shapes(root: Node, region: set[Node], b: Binding) -> None:
+    """Every step has the result's shape, or that of a mean; and broadcasts as such."""
+    full = tuple(value_of(root).shape)
+    kept = full[: len(full) - b.dims] + (1,) * b.dims
+    dropped = full[: len(full) - b.dims]
+    core = region | {e for name, seen in b.tensors.items() for e in seen if _is_core(e, full)}
+    for node in sorted(region):
+        value = value_of(node)
+        if not isinstance(value, torch.Tensor):
+            continue
+        pointwise = is_pointwise(node) and canonical(node) != "to"
+        if not pointwise and (not transparent(node) or canonical(node) == "to"):
+            continue
+        accepted = (full, kept, dropped) if pointwise else (full, kept)
+        if not any(equal_shapes(value.shape, shape) for shape in accepted):
+            raise NoMatchError(f"{node.name} has shape {_show(tuple(value.shape))}")
+        for source in node.all_input_nodes if pointwise else ():
+            other = value_of(source)
+            if source in core and isinstance(other, torch.Tensor) and other.dim() != value.dim():
+                raise NoMatchError(f"{source.name} meets other dims in {node.name}")
+
+
+def _is_core(expr: Expr, full: tuple[Any, ...]) -> bool:
+    return isinstance(expr, Node) and equal_shapes(value_of(expr).shape, full)
+
+
+def _check_dtypes(root: Node, region: set[Node], b: Binding, named: set[Node]) -> None:
+    dtype = value_of(root).dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    exact = _before_means(region, named) | {
+        node
+        for node in region - named - _last_sums(root, region)
+        if canonical(node) in _SUMS or (b.dims and _is_reduced(node, root, b.dims))
+    }
+    for node in sorted(region):
+        given = value_of(node)
+        if not isinstance(given, torch.Tensor) or not given.dtype.is_floating_point:
+            continue
+        accepted = (dtype,) if node in named else (wide,) if node in exact else (dtype, wide)
+        if given.dtype not in accepted:
+            there = f"{node.name} is {_short(given.dtype)}"
+            raise NoMatchError(f"{there} where the op computes in {_short(accepted[-1])}")
+
+
+def _is_reduced(node: Node, root: Node, dims: int) -> bool:
+    value = value_of(node)
+    full = tuple(value_of(root).shape)
+    return isinstance(value, torch.Tensor) and not equal_shapes(value.shape, full)
+
+
+def _before_means(region: set[Node], named: set[Node]) -> set[Node]:
+    """Means and all that goes into them."""
+    found: set[Node] = set()
+    waiting = [node for node in region if canonical(node) in _REDUCTIONS]
+    while waiting:
+        node = waiting.pop()
+        if node in region and node not in found and node not in named:
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found
+
+
+def _last_sums(root: Node, region: set[Node]) -> set[Node]:
+    """The sums of which the result is made, after which no other step comes."""
+    found: set[Node] = set()
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        if node in region and (canonical(node) in _SUMS or transparent(node)):
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found
+
+
+def _check_gradients(modes: Modes, region: set[Node]) -> None:
+    """A gradient flows through all of it or none."""
+    if not modes.one(region):
+        raise NoMatchError("part of it is under torch.no_grad")
+    for node in sorted(region):
+        value = value_of(node)
+        if not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point:
+            continue
+        asked = any(t.requires_grad for n in node.all_input_nodes for t in tensors_of(value_of(n)))
+        if asked != value.requires_grad:
+            other = [n for n in region if value_of(n) is not value and n is not node]
+            if any(t.requires_grad for n in other for t in tensors_of(value_of(n))):
+                raise NoMatchError(f"{node.name} stops the gradient")
+
+
+def _check_memory(
+    rewrite: Rewrite, region: set[Node], root: Node, given: Mapping[str, Given], b: Binding
+) -> None:
+    """Nothing that the op reads, or that it replaces, is written before the last step."""
+    first = min(region)
+    for name, seen in b.tensors.items():
+        nodes = {given[name].node, *(n for e in seen for n in _chain(e))}
+        for node in nodes:
+            start = max(first, node)
+            if rewrite.memory.written(node, start=start, end=root):
+                raise NoMatchError(f"{name} is written in between")
+    for node in sorted(region - {root}):
+        if rewrite.memory.written(node, end=root):
+            raise NoMatchError(f"{node.name} is written in between")

@@ -1,0 +1,204 @@
+"""Plain PyTorch that means an op becomes the op.
+
+Each pattern has a hint, such as the mean of squares plus a number. From a node that matches it, the nodes
+that it leads to are tried as the end of one of the pattern's meanings, the furthest first. What matches
+must then prove that it is the op: see ``proof``. Where nothing does, the report says how far it came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from operator import getitem
+
+import torch
+from torch.fx import Node
+
+from tileops.engine.errors import TileopsError
+from tileops.engine.manifest.entry import Branch
+from tileops.engine.op import Op
+from tileops.engine.pattern import NoMatchError, Number, Product, Sum, Term
+from tileops.fusion.cost import brings_nothing
+from tileops.fusion.graph import Edit, canonical, is_pointwise, value_of
+from tileops.fusion.matching import Matcher
+from tileops.fusion.patterns import Known, known
+from tileops.fusion.placement import served_in_tree
+from tileops.fusion.policies import policy_of
+from tileops.fusion.proof import Modes, Proof, prove
+from tileops.fusion.reading import transparent
+from tileops.fusion.rewrite import Rewrite
+
+__all__ = ["substitute"]
+
+REACH = 24
+"""How many nodes that a hint leads to are tried."""
+PROVING = 100
+"""What has been read whole came further than what has not."""
+
+
+def substitute(rewrite: Rewrite) -> None:
+    """Put ops where plain PyTorch means them."""
+    if not any(n.op in ("call_function", "call_method") for n in rewrite.graph.nodes):
+        return
+    work = _Pass(rewrite)
+    for node in list(rewrite.graph.nodes):
+        if node.op in ("call_function", "call_method") and not _gone(node):
+            work.at(node)
+
+
+class _Pass:
+    def __init__(self, rewrite: Rewrite) -> None:
+        self.rewrite = rewrite
+        self.known = [(k, k.pattern) for k in known()]
+        self.modes = Modes(rewrite.graph)
+        self.covered: set[Node] = set()
+        """Steps of what has been matched already: they hint at nothing more."""
+
+    def at(self, node: Node) -> None:
+        """All patterns that ``node`` hints at: the first that holds is taken."""
+        name = canonical(node)
+        if name is None or node in self.covered:
+            return
+        best: tuple[int, Known, Node, str] | None = None
+        for one, pattern in self.known:
+            if name not in pattern.calls and not self._hinted(pattern.hint, name, node):
+                continue
+            score, where, reason = self._attempt(one, node)
+            if not reason:
+                return
+            if score >= 0 and (best is None or score > best[0]):
+                best = (score, one, where, reason)
+        if best is not None:
+            _, one, where, reason = best
+            self.rewrite.report.add("near miss", where, one.entry.name, reason=reason)
+
+    def _hinted(self, hint: Term, name: str, node: Node) -> bool:
+        if name not in _BEGINNINGS.get(type(hint), (getattr(hint, "name", ""),)):
+            return False
+        loose = Matcher(self.rewrite.memory, loose=True)
+        return next(loose.matches(hint, node), None) is not None
+
+    def _attempt(self, one: Known, hint: Node) -> tuple[int, Node, str]:
+        """How far it came, where, and '' or why not further."""
+        pattern, score, where = one.pattern, -1, hint
+        reason = "no step beyond it is the op's"
+        for root in _reached(hint):
+            for meaning in pattern.meanings:
+                matcher = Matcher(self.rewrite.memory)
+                for binding in matcher.matches(meaning, root):
+                    try:
+                        proof = prove(self.rewrite, self.modes, pattern, meaning, root, binding)
+                        if hint not in proof.region and hint is not root:
+                            raise NoMatchError(f"{hint.name} is no part of it")
+                        self._settle(one, proof)
+                        return binding.score, root, ""
+                    except NoMatchError as error:
+                        matcher.note(replace(binding, score=binding.score + PROVING), str(error))
+                if matcher.score > score and matcher.reason:
+                    score, where, reason = matcher.score, root, matcher.reason
+        return score, where, reason
+
+    def _settle(self, one: Known, proof: Proof) -> None:
+        """Replace what is proved, or say why not. Raises ``NoMatchError`` where the op refuses."""
+        cls, root = one.op, proof.root
+        try:
+            op = cls(**proof.params)
+        except TileopsError as error:
+            raise NoMatchError(str(error)) from None
+        inputs = _inputs(op, proof)
+        reason = self._unwanted(op, proof, inputs)
+        if reason:
+            self.covered |= proof.region
+            self.rewrite.report.add("declined", root, one.entry.name, reason=reason)
+            return
+        edit = Edit(self.rewrite.graph, proof.anchor, self.rewrite.mode)
+        overload = next(o.overload for o in cls._boundary.operators if o.branch == Branch())
+        try:
+            given = [proof.as_input(edit, name) for name in inputs]
+            call = edit.call(overload, *given, op._instance_key)
+            results = [call] if len(cls.entry.outputs) == 1 else [
+                edit.call(getitem, call, i) for i in range(len(cls.entry.outputs))
+            ]  # fmt: skip
+        except TileopsError as error:
+            edit.undo()
+            raise NoMatchError(str(error)) from None
+        problem = edit.replace(dict(zip(proof.outputs, results, strict=True)))
+        if problem:
+            raise NoMatchError(problem)
+        self.covered |= proof.region
+        self.rewrite.substituted.add(call)
+        self.rewrite.report.add(
+            "substituted", call, one.entry.name, call=repr(op), steps=len(proof.region)
+        )
+        _sweep(self.rewrite, proof.region)
+
+    def _unwanted(self, op: Op, proof: Proof, inputs: tuple[str | None, ...]) -> str:
+        said, by = policy_of(proof.root, "auto", self.rewrite.policy)
+        if said == "never":
+            return f"policy never, by {by}"
+        if said == "always" or served_in_tree(op, proof.device):
+            return ""
+        if proof.shared is not None:
+            return f"{proof.shared.name} is used beyond it and would be computed twice"
+        grad = any(value_of(proof.inputs[n].node).requires_grad for n in inputs if n is not None)
+        return brings_nothing(op.entry, proof.device.type, grad, canonical(proof.root) or "")
+
+
+_BEGINNINGS: dict[type, tuple[str, ...]] = {
+    Sum: ("add", "sub", "rsub"),
+    Product: ("mul", "div", "neg", "pow", "square", "sqrt", "rsqrt", "reciprocal", "silu"),
+    Number: (),
+}
+
+
+def _inputs(op: Op, proof: Proof) -> tuple[str | None, ...]:
+    """For each input of the op the hole that stands for it. Raises ``NoMatchError``."""
+    gradients = op.entry.differentiable_inputs
+    names: list[str | None] = []
+    for item in op.entry.inputs:
+        there = item.name in proof.inputs
+        if there:
+            value = value_of(proof.inputs[item.name].node)
+            if value.requires_grad and item not in gradients:
+                raise NoMatchError(f"the op has no gradient for {item.name}, which asks for one")
+        elif not item.optional and item.passed_when is None:
+            raise NoMatchError(f"nothing stands for {item.name}")
+        names.append(item.name if there else None)
+    return tuple(names)
+
+
+def _reached(hint: Node) -> Iterator[Node]:
+    """What ``hint`` leads to step by step, the furthest first."""
+    found, queue = {hint: None}, [hint]
+    while queue and len(found) < REACH:
+        for user in queue.pop(0).users:
+            if user not in found and (is_pointwise(user) or transparent(user)):
+                found[user] = None
+                queue.append(user)
+    for node in sorted(found, reverse=True):
+        value = value_of(node)
+        if isinstance(value, torch.Tensor) and not _same_memory(node):
+            yield node
+
+
+def _same_memory(node: Node) -> bool:
+    """Whether a node is a view or a cast that need not be one: what it is of stands for it."""
+    if not transparent(node):
+        return False
+    old, new = (value_of(n).untyped_storage()._cdata for n in (node.args[0], node))
+    return bool(old == new)
+
+
+def _gone(node: Node) -> bool:
+    return bool(getattr(node, "_erased", False))
+
+
+def _sweep(rewrite: Rewrite, region: set[Node]) -> None:
+    """Erase the steps that nothing uses any more, and what only they used."""
+    waiting = sorted(region)
+    while waiting:
+        node = waiting.pop()
+        if _gone(node) or node.users or canonical(node) is None or canonical(node) == "dropout":
+            continue
+        waiting += sorted(node.all_input_nodes)
+        rewrite.graph.erase_node(node)

@@ -1,0 +1,349 @@
+"""Plain PyTorch that becomes an op: the matching, by the example of RMSNorm. What each op is matched by is
+in ``test_substitution_patterns.py``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tileops
+from tests.rewriting import rewritten
+from tests.substituting import ONLY, grads_agree, held
+from tileops.backend import register_kernel_builder
+from tileops.fusion import cost, policy
+
+EPS = 1e-6
+
+
+def rms(x, w=None, eps=EPS, dim=-1):
+    """The meaning, in float64."""
+    x = x.double()
+    y = x / (x.square().mean(dim, keepdim=True) + eps).sqrt()
+    return y if w is None else y * w.double()
+
+
+def llama(x, w):
+    dtype = x.dtype
+    x = x.to(torch.float32)
+    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+    return w * x.to(dtype)
+
+
+SPELLINGS = {
+    "llama": llama,
+    "torch": lambda x, w: F.rms_norm(x, (x.shape[-1],), w, EPS),
+    "weight after": lambda x, w: w * torch.rms_norm(x, (x.shape[-1],), eps=EPS),
+    "quotient": lambda x, w: (
+        x.float() / torch.sqrt(EPS + (x.float() * x.float()).sum(-1, keepdim=True) / x.shape[-1])
+    ).type_as(x) * w[None],
+    "reciprocal": lambda x, w: (
+        (x.float() * w.float()) * (1 / (x.float() ** 2).mean((-1,), True).add(EPS).sqrt())
+    ).to(x.dtype),
+    "power": lambda x, w: torch.mul(
+        (torch.square(x.float()).mean(-1)[..., None] + EPS) ** -0.5 * x.float(), w.float()
+    ).to(x.dtype),
+    "unsqueezed": lambda x, w: (
+        x.float() * w.float() * torch.pow(x.float().square().mean(dim=-1) + EPS, -0.5).unsqueeze(-1)
+    ).to(x.dtype),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_spellings_of_rms_norm(name, dtype, seed):
+    x, w = torch.randn(3, 5, 17).to(dtype), torch.randn(17).to(dtype)
+    seen = held(SPELLINGS[name], (x, w), rms, "reduction")
+    assert seen.substituted() == ["RMSNormFwdOp(normalized_shape=(17,), eps=1e-06)"], seen.report
+    assert not seen.near_misses()
+
+
+def test_the_module_and_no_weight():
+    module = torch.nn.RMSNorm(8)
+    eps = torch.finfo(torch.float32).eps
+    seen = held(module, (torch.randn(3, 8),), lambda x: rms(x, eps=eps), "reduction")
+    assert seen.substituted() == ["RMSNormFwdOp(normalized_shape=(8,), eps=None)"]
+    seen = held(lambda x: F.rms_norm(x, (5, 8), None, EPS), (torch.randn(3, 5, 8),),
+                lambda x: rms(x, dim=(-2, -1)), "reduction")  # fmt: skip
+    assert seen.substituted() == ["RMSNormFwdOp(normalized_shape=(5, 8), eps=1e-06)"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gemma_is_the_op_in_float32_between_its_casts(dtype):
+    """``1 + weight`` is not rounded to bfloat16, so nothing narrower than what is written would do."""
+
+    def gemma(x, w):
+        y = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + EPS)
+        return (y * (1.0 + w.float())).type_as(x)
+
+    x, w = torch.randn(4, 16).to(dtype), torch.randn(16).to(dtype)
+    seen = held(gemma, (x, w), lambda x, w: rms(x, 1 + w.double()), "reduction")
+    assert seen.substituted() == ["RMSNormFwdOp(normalized_shape=(16,), eps=1e-06)"]
+
+
+def test_a_weight_wider_than_the_rows_stays_outside():
+    x, w = torch.randn(4, 16).bfloat16(), torch.randn(16)
+    seen = held(llama, (x, w), lambda x, w: rms(x).bfloat16().double() * w.double(), "reduction",
+                of_rms=2**-8)  # fmt: skip
+    assert seen.substituted() == ["RMSNormFwdOp(normalized_shape=(16,), eps=1e-06)"]
+
+
+def test_what_is_made_outside_may_be_a_product_itself():
+    """Of factors that are not to be mistaken for those of the norm, and with a square beside it."""
+
+    def function(x, w):
+        y = x * 3 * w
+        z = y.square()
+        return y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + EPS) * w * w, z
+
+    x, w = torch.randn(4, 8), torch.randn(8)
+    run, seen = rewritten(function, "always", ONLY)
+    for given, wanted in zip(run(x, w), function(x, w), strict=True):
+        torch.testing.assert_close(given, wanted)
+    assert len(seen.substituted()) == 1
+
+
+def random_spelling(draw):
+    """Some way to write it: ``draw(n)`` chooses among n."""
+
+    def square(x):
+        return [lambda: x * x, lambda: x**2, lambda: x.pow(2), lambda: torch.square(x)][draw(4)]()
+
+    def mean(x):
+        n = x.shape[-1]
+        return [
+            lambda: x.mean(-1, keepdim=True), lambda: x.mean(-1).unsqueeze(-1), lambda: x.sum(-1, True) / n,
+            lambda: x.mean(x.dim() - 1)[..., None], lambda: (1 / n) * torch.sum(x, -1, keepdim=True),
+        ][draw(5)]()  # fmt: skip
+
+    def times(*factors):
+        order = list(factors)
+        while len(order) > 1:
+            a, b = order.pop(draw(len(order))), order.pop(draw(len(order)))
+            order.append(a * b)
+        return order[0]
+
+    def function(x, w):
+        wide = x.float()
+        s = mean(square(wide))
+        s = [lambda: s + EPS, lambda: EPS + s, lambda: s.add(EPS)][draw(3)]()
+        r = [
+            lambda: torch.rsqrt(s),
+            lambda: 1 / s.sqrt(),
+            lambda: s**-0.5,
+            lambda: s.sqrt().reciprocal(),
+        ]
+        if draw(4):
+            return times(wide, r[draw(4)](), w.float()).to(x.dtype)
+        return (wide / s.sqrt() * w).to(x.dtype)
+
+    return function
+
+
+def test_random_spellings(seed):
+    for _ in range(12):
+        choices = torch.randint(60, (40,)).tolist()
+        x, w = torch.randn(2, 4, 6).bfloat16(), torch.randn(6).bfloat16()
+
+        def spelled(x, w, choices=choices):
+            rest = iter(choices)
+            return random_spelling(lambda n: next(rest) % n)(x, w)
+
+        seen = held(spelled, (x, w), rms, "reduction")
+        assert len(seen.substituted()) == 1, (choices, seen.report)
+
+
+# ---- where it is not the op ---------------------------------------------------------------------
+
+
+def written_x(x, w):
+    x = x + 0
+    s = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+    x.add_(1)
+    return x * s
+
+
+def written_square(x, w):
+    square = x * x
+    total = square.mean(-1, keepdim=True)
+    square.mul_(2)
+    return x * torch.rsqrt(total + EPS), square
+
+
+def twice_the_same_step_of_other_values(x, w):
+    y = x + 0
+    a = y + 1
+    y.mul_(2)
+    return (y + 1) * torch.rsqrt(a.pow(2).mean(-1, keepdim=True) + EPS)
+
+
+def no_grad_inside(x, w):
+    with torch.no_grad():
+        s = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+    return x * s
+
+
+def by(statistic):
+    return lambda x, w: x * torch.rsqrt(statistic(x, w))
+
+
+NEAR_MISSES = {
+    "eps a tensor": (by(lambda x, w: x.pow(2).mean(-1, keepdim=True) + w[0].abs()), "eps is abs_1, not a number"),
+    "other dim": (by(lambda x, w: x.pow(2).mean(0, keepdim=True) + EPS), "over dims (0,), not over the last"),
+    "aligned otherwise": (by(lambda x, w: x.pow(2).mean(-1) + EPS), "meets other dims"),
+    "other tensor": (by(lambda x, w: w.pow(2).mean(-1, keepdim=True) + EPS), "x is g_w_ in one place"),
+    "rounded": (lambda x, w: x.bfloat16() * torch.rsqrt(x.bfloat16().pow(2).mean(-1, keepdim=True) + EPS),
+                "is bfloat16 where the op computes in float32"),
+    "rounded inside": (lambda x, w: x.half() * torch.rsqrt(x.half().float().pow(2).mean(-1, keepdim=True) + EPS).half(),
+                       "is float16 where the op computes in float32"),
+    "other value": (lambda x, w: x.bfloat16() * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS).bfloat16(),
+                    "in one place"),
+    "scaled": (lambda x, w: 2 * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS), "it is 2 times"),
+    "strides": (lambda x, w: x.t() * torch.rsqrt(x.t().pow(2).mean(-1, keepdim=True) + EPS), "strides"),
+    "written": (written_x, "x is written in between"),
+    "written step": (written_square, "square is written in between"),
+    "written under a step": (twice_the_same_step_of_other_values, "x is a in one place and add_2"),
+    "no_grad": (no_grad_inside, "under torch.no_grad"),
+    "detached": (by(lambda x, w: x.detach().pow(2).mean(-1, keepdim=True) + EPS), "x is detach in one place"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_near_misses_stay_and_say_why(name):
+    function, reason = NEAR_MISSES[name]
+    x, w = torch.randn(8, 8, requires_grad=True), torch.randn(8)
+    run, seen = rewritten(lambda x: function(x, w), "always", ONLY)
+    result, expected = run(x), function(x, w)
+    torch.testing.assert_close(result, expected, rtol=0, atol=0)
+    assert not seen.substituted()
+    ((op, found),) = seen.near_misses().items()
+    assert op == "RMSNormFwdOp"
+    assert reason.replace("g_w_", "") in found.replace("l_w_", "").replace("g_w_", ""), found
+
+
+def test_autocast_and_a_loss_are_none():
+    w = torch.randn(8)
+
+    def under(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return llama(x, w)
+
+    run, seen = rewritten(under, "always", ONLY)
+    run(torch.randn(4, 8))
+    assert seen.near_misses() == {"RMSNormFwdOp": "it is called under torch.autocast"}
+    run, seen = rewritten(lambda x: x.pow(2).mean() + 1 + x.abs().pow(3).mean(-1), "always", ONLY)
+    run(torch.randn(4, 8))
+    assert str(seen.report) == "nothing to rewrite"
+
+
+# ---- round it -----------------------------------------------------------------------------------
+
+
+def test_other_users_of_a_step_keep_it():
+    """Under ``always``; by itself a step is not computed twice."""
+
+    def function(x, w):
+        n = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+        return n * w, n.sin()
+
+    x, w = torch.randn(4, 8), torch.randn(8)
+    run, seen = rewritten(function, "always", ONLY)
+    for given, wanted in zip(run(x, w), function(x, w), strict=True):
+        torch.testing.assert_close(given, wanted)
+    assert len(seen.substituted()) == 1
+    run, seen = rewritten(function, passes=ONLY)
+    run(x, w)
+    assert seen.declined()["RMSNormFwdOp"].endswith("is used beyond it and would be computed twice")
+
+
+def test_what_is_written_afterwards_stays_in_order():
+    def function(x, w):
+        x = x + 0
+        y = llama(x, w)
+        x.mul_(2)
+        y[0].add_(1)
+        return y, x, llama(x, w)
+
+    x, w = torch.randn(4, 8), torch.randn(8)
+    for passes in (ONLY, None):
+        run, seen = rewritten(function, "always", *([passes] if passes else []))
+        for given, wanted in zip(run(x, w), function(x, w), strict=True):
+            torch.testing.assert_close(given, wanted)
+        assert len(seen.substituted()) == 2
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_one_graph_serves_all_sizes(dynamic):
+    module = torch.nn.RMSNorm(16)
+    run, seen = rewritten(lambda x: module(x) * x.shape[1], "always", ONLY, dynamic=dynamic)
+    for batch, length in ((3, 5), (4, 7), (6, 11), (5, 13)):
+        x = torch.randn(batch, length, 16)
+        torch.testing.assert_close(run(x), module(x) * length)
+    assert len(seen.graphs) == (1 if dynamic else 2)
+    assert len(seen.substituted()) == len(seen.graphs)
+
+
+def test_a_last_dim_that_may_change_is_none():
+    def function(x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    run, seen = rewritten(function, "always", ONLY, dynamic=True)
+    for size in (5, 7):
+        x = torch.randn(3, size)
+        torch.testing.assert_close(run(x), function(x))
+    assert seen.near_misses()["RMSNormFwdOp"].startswith("normalized_shape is not fixed")
+    assert len(seen.graphs) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients(dtype):
+    x, w = torch.randn(5, 16).to(dtype), torch.randn(16).to(dtype)
+    for passes in (ONLY, None):
+        grads_agree(llama, (x, w), rms, passes)
+
+
+# ---- whether it is worth it ---------------------------------------------------------------------
+
+
+def test_policies_and_the_rule(monkeypatch):
+    x, w = torch.randn(4, 8), torch.randn(8)
+
+    def found(option, function=lambda x: llama(x, w)):
+        run, seen = rewritten(function, option, ONLY)
+        torch.testing.assert_close(run(x), llama(x, w))
+        return seen.declined().get("RMSNormFwdOp")
+
+    def said(x):
+        with policy("never"):
+            return llama(x, w)
+
+    assert found("always") is None
+    assert found("never") == "policy never, by options"
+    assert found("always", said) == "policy never, by call"
+    assert found(None) == "on cpu its own kernel is no faster than Inductor's code"
+    monkeypatch.setitem(cost.ADVANTAGE, "cpu", {"reduction": 0.1})
+    assert found(None) is None
+
+
+def test_a_target_serves_what_is_matched():
+    def build(*specs, **params):
+        return lambda x, weight: torch.full_like(x, 7.0)
+
+    register_kernel_builder("substitution_test", "RMSNormFwdOp", build)
+    x, w = torch.randn(4, 8), torch.randn(8)
+    with tileops.use_target("substitution_test"):
+        run, seen = rewritten(lambda x: llama(x, w) * 2)
+        assert (run(x) == 14).all()
+    assert len(seen.substituted()) == 1
+    assert not seen.inlined()
+
+
+def test_events_go_to_recordings_with_the_users_place():
+    x, w = torch.randn(4, 8), torch.randn(8)
+    run, seen = rewritten(lambda x: llama(x, w), "always", ONLY)
+    with tileops.recording() as events:
+        run(x)
+    (event,) = (e for e in events if e.kind == "substituted")
+    assert event.data["op"] == "RMSNormFwdOp"
+    assert event.data["steps"] == 7
+    assert "test_substitution.py" in str(seen.report)
