@@ -15,13 +15,15 @@ from torch.fx import Node
 
 from tileops.fusion.cost import one_row_pays
 from tileops.fusion.graph import Edit, canonical, value_of
+from tileops.fusion.placement import Call, call_of, served_in_tree
+from tileops.fusion.policies import policy_of
 from tileops.fusion.rewrite import Rewrite
 
 __all__ = ["OneRow", "one_row", "unroll"]
 
 aten = torch.ops.aten
 NAME = "product of one row"
-"""What reports call it: no op has this meaning."""
+"""What reports call a product in plain PyTorch."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,13 @@ class OneRow:
     matrix: Node
     transposed: bool
     bias: Node | None = None
+    call: Call | None = None
+    """Of the op that means it, where it is written so."""
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        return NAME if self.call is None else self.call.name
 
 
 def one_row(node: Node) -> OneRow | None:
@@ -42,6 +51,9 @@ def one_row(node: Node) -> OneRow | None:
         found = OneRow(given["input"], given["weight"], False, given.get("bias"))
     elif name in ("mm", "matmul") and len(args) == 2 and not node.kwargs:
         found = OneRow(args[0], args[1], True)  # type: ignore[arg-type]
+    elif (call := call_of(node)) is not None and call.name == "GEMMFwdOp":
+        a, b = call.arguments
+        found = OneRow(a, b, not call.op._params["trans_b"], call=call)
     else:
         return None
     values = [value_of(found.row), value_of(found.matrix)]
@@ -59,25 +71,29 @@ def unroll(rewrite: Rewrite) -> None:
         product = one_row(node)
         if product is None or value_of(product.matrix).device.type != "cpu":
             continue
-        reason = _unable(product) or ("" if rewrite.policy != "never" else "policy never, by options")
-        if not reason:
-            reason = _unroll(node, product, rewrite)
+        said, by = policy_of(node, "auto", rewrite.policy)
+        reason = f"policy never, by {by}" if said == "never" else _unable(product)
+        if not reason and said == "auto":
+            reason = one_row_pays(value_of(product.matrix))
+        reason = reason or _unroll(node, product, rewrite)
         if reason:
-            rewrite.report.add("declined", node, NAME, reason=reason)
+            rewrite.report.add("declined", node, product.name, reason=reason)
 
 
 def _unable(product: OneRow) -> str:
+    """Why a product cannot be unrolled, whatever is wanted."""
     matrix, row = value_of(product.matrix), value_of(product.row)
     given = [row, matrix] + ([] if product.bias is None else [value_of(product.bias)])
+    if not matrix.dtype.is_floating_point or any(t.dtype is not matrix.dtype for t in given):
+        return "its operands are not of one floating dtype"
     if any(type(size) is not int for size in matrix.shape):
         return "the matrix has a size that varies"
     if matrix.stride(0 if product.transposed else 1) != 1:
         return "rows of the matrix are not contiguous"
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         return "a gradient is asked for"
-    if any(t.dtype is not matrix.dtype for t in given):
-        return "its operands differ in dtype"
-    return one_row_pays(matrix)
+    call = product.call
+    return "" if call is None else served_in_tree(call.op, call.device)
 
 
 def _unroll(node: Node, product: OneRow, rewrite: Rewrite) -> str:
@@ -104,6 +120,8 @@ def _unroll(node: Node, product: OneRow, rewrite: Rewrite) -> str:
     if problem:
         return problem
     why = f"reads {matrix.numel() * matrix.dtype.itemsize} bytes on all cores"
-    rewrite.report.add("inlined", node, NAME, why=why)
+    rewrite.report.add("inlined", node, product.name, why=why)
+    if product.call is not None and node not in rewrite.substituted:
+        rewrite.inlined.append((product.call.op, product.call.device))
     edit.erase_unused([node])
     return ""
