@@ -25,7 +25,16 @@ from typing import Any
 import torch
 import triton
 
-__all__ = ["Times", "capturable", "device_times", "facts", "host_times", "sets_past_l2", "slug"]
+__all__ = [
+    "Times",
+    "capturable",
+    "device_times",
+    "facts",
+    "host_times",
+    "sets_past_l2",
+    "slug",
+    "versions",
+]
 
 Work = Callable[[], Any]
 Times = dict[str, float]
@@ -144,8 +153,6 @@ def _summary(samples: list[float]) -> Times:
 def facts(commit: str | None = None) -> dict[str, Any]:
     """Card, driver, versions, date and commit, for the head of a report."""
     about = torch.cuda.get_device_properties(torch.cuda.current_device())
-    root = Path(__file__).parent
-    dirty = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
     return {
         "card": about.name,
         "multiprocessors": about.multi_processor_count,
@@ -155,6 +162,15 @@ def facts(commit: str | None = None) -> dict[str, Any]:
             "nvidia-smi", "--query-gpu=clocks.sm,clocks.mem", "--format=csv,noheader"
         ),
         "cuda": torch.version.cuda,
+        **versions(commit),
+    }
+
+
+def versions(commit: str | None = None) -> dict[str, Any]:
+    """The part of ``facts`` that needs no card."""
+    root = Path(__file__).parent
+    dirty = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
+    return {
         "torch": torch.__version__,
         "triton": triton.__version__,
         "python": platform.python_version(),

