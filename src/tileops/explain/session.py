@@ -54,7 +54,7 @@ def _explaining(report: Report, cuda_graphs: bool | None) -> Iterator[None]:
         with events.listening():
             yield
     finally:
-        assemble(report, events.seen, events.recorded, cuda_graphs=cuda_graphs)
+        assemble(report, events, cuda_graphs=cuda_graphs)
 
 
 def explain(
