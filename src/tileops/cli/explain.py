@@ -50,14 +50,28 @@ def add_command(commands: Any) -> None:
         "--fail-on", metavar="WHAT", type=_conditions, default=(),
         help=f"exit with 1 where there is any of these: {','.join(_CONDITIONS)}",
     )  # fmt: skip
+    parser.add_argument(
+        "--show", metavar="STAGES", type=_stages, default=(),
+        help="the summary and only these stages: capture,breaks,guards,dispatch,aten,inductor,run,ops",
+    )  # fmt: skip
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the data; - prints it")
     parser.set_defaults(run=_explain)
 
 
 def _conditions(text: str) -> tuple[str, ...]:
+    return _names(text, _CONDITIONS)
+
+
+def _stages(text: str) -> tuple[str, ...]:
+    from tileops.explain.views.terminal import STAGES
+
+    return _names(text, STAGES)
+
+
+def _names(text: str, accepted: tuple[str, ...]) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(","))
-    if unknown := [name for name in names if name not in _CONDITIONS]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r}; accepted are {', '.join(_CONDITIONS)}")
+    if unknown := [name for name in names if name not in accepted]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r}; accepted are {', '.join(accepted)}")
     return names
 
 
@@ -79,7 +93,7 @@ def _explain(options: argparse.Namespace) -> int:
     else:
         if options.json:
             options.json.write_text(report.to_json(indent=1), encoding="utf-8")
-        report.show()
+        report.show(*options.show)
     failed = [name for name in options.fail_on if _count(report, name)]
     for name in failed:
         print(f"tileops explain: --fail-on {name}: {_count(report, name)}", file=sys.stderr)
