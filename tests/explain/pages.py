@@ -75,6 +75,20 @@ def settled(text: str, folder: str = "") -> str:
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 
+def skip_where_outputs_differ(script: Script) -> None:
+    """The scripts ran; whether they printed what is shown says nothing here, and the summary says why."""
+    import pytest
+    import torch
+    from torch._inductor.cpu_vec_isa import valid_vec_isa_list
+
+    if tuple(map(int, torch.__version__.split(".")[:2])) != RELEASE:
+        pytest.skip(f"the page shows torch {'.'.join(map(str, RELEASE))}, this is {torch.__version__}")
+    if "Vec" in script.output and "avx2" not in map(str, valid_vec_isa_list()):
+        pytest.skip("the page shows C++ for AVX2, which this machine lacks")
+    if "on_a_card" in script.code and torch.cuda.is_available():
+        pytest.skip("the page shows a described card; tests/gpu/test_tour.py compares with a real one")
+
+
 def write(page: Path) -> None:
     """Put what the scripts print today into the page."""
     chosen = scripts(page)

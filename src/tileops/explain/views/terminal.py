@@ -71,6 +71,11 @@ def size(count: int | None) -> str:
     return f"{number:.0f} {units[0]}" if units[0] == "B" else f"{number:.1f} {units[0]}"
 
 
+def _first_line(text: str) -> str:
+    """Torch goes on with stacks and advice about itself."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+
+
 def _count(number: int, name: str) -> str:
     return f"{number} {name}{'' if number == 1 else 's'}"
 
@@ -104,7 +109,7 @@ def _compilation(one: Compilation, shown: Sequence[str]) -> list[str]:
     rest = ", the rest after a break" if one.resumes else ""
     head = ["", f"[{one.id}] {one.function}{rest}  {_where(one.at)}"]
     if one.error:
-        head.append(f"  failed: {one.error.strip().splitlines()[0]}")
+        head.append(f"  failed: {_first_line(one.error)}")
     return [*head, *lines] if lines or one.error else []
 
 
@@ -202,7 +207,8 @@ def _normalisation(made: Normalisation | None) -> Iterable[str]:
 def _inductor(lowered: Inductor) -> Iterable[str]:
     yield f"  Inductor ({lowered.stage}): {_count(len(lowered.kernels), 'kernel')}"
     for kernel in lowered.kernels:
-        nodes = _UNKNOWN if kernel.nodes is None else ", ".join(kernel.nodes)
+        nests = [group.nodes for group in kernel.groups or ()]
+        nodes = " | ".join(map(_some, nests)) if len(nests) > 1 else _some(kernel.nodes)
         lines = ", ".join(map(_where, kernel.lines))
         yield f"    {kernel.name}  {kernel.kind}, {kernel.language}: {nodes}  [{lines}]"
     for each in lowered.candidates or ():
@@ -210,9 +216,17 @@ def _inductor(lowered: Inductor) -> Iterable[str]:
     if lowered.unfused is None:
         yield f"    not fused: {_UNKNOWN}, the code came from a cache"
     for apart in lowered.unfused or ():
-        first, second = ", ".join(apart.first_nodes), ", ".join(apart.second_nodes)
+        first, second = _some(apart.first_nodes), _some(apart.second_nodes)
         pair = f"{first or apart.first} | {second or apart.second}"
         yield f"    not fused: {pair}: {apart.reason or 'torch gave no reason'}"
+
+
+def _some(names: list[str] | None) -> str:
+    """Enough of them to be told."""
+    if names is None:
+        return _UNKNOWN
+    few = names if len(names) <= 6 else [*names[:5], f"{len(names) - 5} more"]
+    return ", ".join(few)
 
 
 def _run(one: Compilation) -> Iterable[str]:
@@ -222,7 +236,8 @@ def _run(one: Compilation) -> Iterable[str]:
         yield "  Time: " + ", ".join(f"{each.name} {each.seconds:.2f} s" for each in one.phases)
     if one.cuda_graphs:
         used = {True: "used", False: "skipped", None: _UNKNOWN}[one.cuda_graphs.used]
-        yield f"  CUDA graphs: {used} {one.cuda_graphs.reason or ''}"
+        reason = _first_line(one.cuda_graphs.reason or "").replace("skipping cudagraphs due to ", "")
+        yield f"  CUDA graphs: {used}{', ' if reason else ''}{reason.split(' Found from', 1)[0]}"
 
 
 def _op(op: OpNode) -> Iterable[str]:
