@@ -159,9 +159,12 @@ def test_triton():
     assert total.schedule["R0_BLOCK"] == "128"
     assert total.schedule["num_warps"] == "4"
     assert "def triton_per_fused_add_sum_0" in total.code
-    assert [(b.name, b.bytes, b.reuses) for b in made.buffers] == [
-        ("buf0", 4096, None), ("buf1", 256, None), ("buf2", None, "buf0"),
+    assert [(b.name, b.bytes, b.reuses, b.kept) for b in made.buffers] == [
+        ("buf0", 4096, None, False), ("buf1", 256, None, True), ("buf2", 4096, "buf0", False),
     ]  # fmt: skip
+    assert made.peak_bytes == 4096 + 256
+    assert product.bytes == 64 * 8 * 2 + 8 * 32 * 2 + 4096  # two inputs and the result
+    assert total.bytes == 4096 + 256
     (apart,) = made.unfused
     assert (apart.first_nodes, apart.second_nodes) == (["mm"], ["add", "sum_1"])
     assert made.stage == "inference"

@@ -15,6 +15,7 @@ from tileops.explain.collect.events import Event
 from tileops.explain.collect.graphs import UserLines, read_graph
 from tileops.explain.collect.guards import read_guards, read_recompile
 from tileops.explain.collect.inductor import Lowered, read_inductor
+from tileops.explain.collect.measure import UNMEASURED
 from tileops.explain.collect.nodes import read_eager, read_nodes
 from tileops.explain.collect.normalise import STAGES, read_normalisation
 from tileops.explain.collect.run import read_caches, read_cuda_graphs, read_phases
@@ -142,6 +143,9 @@ def _lowered(one: Compilation, events: list[Event], lines: UserLines) -> None:
             told = Lowered(event.text, path, graph, fusion, scheduled, timed, captured)
             one.inductor.append(read_inductor(told))
             fusion, timed, scheduled, graph = [], [], None, nothing
+        elif event.kind in ("fx_graph_cache_hit", "fx_graph_cache_miss"):  # follows the code
+            for lowered in one.inductor[-1:]:
+                lowered.key = lowered.key or event.json().get("key")
 
 
 def _after_breaks(compilations: list[Compilation]) -> None:
@@ -209,12 +213,9 @@ def _unknown(report: Report) -> list[Unknown]:
             "the code came from a cache: nothing was scheduled or timed. Explain with a cold cache."
         )
         found.append(Unknown("fusion groups, reasons and autotuning", why))
-    if lowered:
-        why = "a session listens to the compiler and measures no kernel"
-        found.append(Unknown("device time, bandwidth and host gaps of each kernel", why))
-    if report.breaks:
-        why = "a session listens to the compiler and measures no run"
-        found.append(Unknown("synchronisations at graph breaks", why))
+    if report.compilations:
+        why = "no run was measured: ask for it by measure=True"
+        found.append(Unknown(UNMEASURED, why))
     if any(entry.visited is None for entry in report.dispatch):
         found.append(Unknown("dispatch tables", "torch has no table for an operator"))
     if any(one.cuda_graphs and one.cuda_graphs.used is None for one in report.compilations):
