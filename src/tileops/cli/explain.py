@@ -39,6 +39,10 @@ def add_command(commands: Any) -> None:
         "--input", metavar="SPEC", action="append", default=[],
         help='an argument, such as "2048x4096:f16:cuda"; may be repeated; f32 and cpu without',
     )  # fmt: skip
+    parser.add_argument(
+        "--then", metavar="SPECS", action="append", default=[],
+        help="inputs of a further call, separated by commas; may be repeated",
+    )  # fmt: skip
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--mode", help="torch.compile's mode")
     parser.add_argument("--dynamic", action=argparse.BooleanOptionalAction)
@@ -80,13 +84,16 @@ def _explain(options: argparse.Namespace) -> int:
 
     try:
         target = _load(options.target)
-        inputs = [_tensor(spec, training=bool(options.training)) for spec in options.input]
+        inputs, *then = (
+            tuple(_tensor(spec, training=bool(options.training)) for spec in specs)
+            for specs in (options.input, *(text.split(",") for text in options.then))
+        )
     except _RequestError as error:
         print(f"tileops explain: {error}", file=sys.stderr)
         return 2
     report = explain(
         target, *inputs, backend=options.backend, mode=options.mode, dynamic=options.dynamic,
-        training=options.training,
+        training=options.training, then=then,
     )  # fmt: skip
     if options.json and str(options.json) == "-":
         print(report.to_json(indent=1))

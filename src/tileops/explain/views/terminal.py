@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import textwrap
 from collections import Counter
@@ -87,8 +88,8 @@ def _summary(report: Report) -> Iterable[str]:
         f"  {_count(len(report.graphs), 'graph')}, {_count(len(report.breaks), 'break')}, "
         f"{_count(len(report.recompiles), 'recompilation')}, {_count(len(kernels), 'kernel launch')}"
     ).replace("launchs", "launches")
-    for each in report.breaks:
-        yield f"  break: {_code(each.at)}"
+    for place, times in Counter(_code(each.at) for each in report.breaks).items():
+        yield f"  break: {place}{f'  ({times} times)' if times > 1 else ''}"
     for one in report.recompiles:
         # The first failure is of the version that served the last call.
         failures = one.recompile.failures if one.recompile else []
@@ -159,13 +160,18 @@ def _guards(guards: Guards | None) -> Iterable[str]:
     groups = Counter(guard.group for guard in guards.guards)
     cost = _UNKNOWN if guards.check_us is None else f"{guards.check_us:.1f} µs a check"
     yield f"  Guards: {', '.join(f'{n} {g}' for g, n in groups.items())}; {cost}"
+    held = 0
     for guard in guards.guards:
         if guard.group == "shape":
             yield f"    {guard.code.split('  # ')[0]}"
+        elif guard.kind == "TENSOR_MATCH" and re.search(r"_(parameters|buffers)['\"]?\]?\[", guard.source):
+            held += 1
         elif guard.kind == "TENSOR_MATCH":
             facts = {k: v for k, v in guard.properties.items() if k != "dispatch_keys"}
             text = ", ".join(f"{k} {_fact(v)}" for k, v in facts.items() if v is not None)
             yield f"    {guard.source}: {text or guard.code}"
+    if held:
+        yield f"    {_count(held, 'parameter')} and buffers: dtype, device, size and stride of each"
 
 
 def _fact(value: object) -> str:
