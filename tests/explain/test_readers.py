@@ -199,7 +199,7 @@ def test_triton_from_a_cache():
 )
 def test_recompile_reasons(text, expected):
     event = Event("recompile_reasons", "0/1", 0, {"reasons": [text], "actual": {"L['n']": "4"}})
-    (failure,) = read_recompile(event, 1).failures
+    (failure,) = read_recompile(event, 1, "").failures
     assert (failure.source, failure.property, failure.expected, failure.actual) == expected
     assert failure.advice
 

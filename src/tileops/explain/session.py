@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from tileops.engine.record import recording
 from tileops.explain import torch_private as private
 from tileops.explain.collect.assemble import assemble
 from tileops.explain.collect.events import Event, Events
@@ -51,12 +50,11 @@ def _explaining(report: Report, cuda_graphs: bool | None) -> Iterator[list[Event
     events = Events()
     report.torch = torch.__version__
     report.device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    recorded: list[Any] = []
     try:
-        with recording() as recorded, events.listening():
+        with events.listening():
             yield events.seen
     finally:
-        assemble(report, events.seen, recorded, cuda_graphs=cuda_graphs)
+        assemble(report, events.seen, events.recorded, cuda_graphs=cuda_graphs)
 
 
 def explain(

@@ -108,13 +108,14 @@ def compile_place() -> tuple[str, int] | None:
     return None if place is None else (str(place.compile_id), place.attempt)
 
 
-def recompiled_frame() -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Locals and globals of the user's call that a guard has just refused."""
+def recompiled_frame() -> tuple[dict[str, Any], dict[str, Any], types.CodeType] | None:
+    """Locals, globals and code of the user's call that a guard has just refused. Not its frame: that
+    is torch's own object, and gone after the check."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "get_and_maybe_log_recompilation_reasons":
             user = frame.f_locals.get("frame")
-            return None if user is None else (user.f_locals, user.f_globals)
+            return None if user is None else (user.f_locals, user.f_globals, user.f_code)
         frame = frame.f_back  # type: ignore[assignment]
     return None
 

@@ -28,13 +28,16 @@ def assemble(
     report: Report, events: list[Event], recorded: list[Recorded], *, cuda_graphs: bool | None
 ) -> None:
     """Fill ``report`` with what was seen."""
-    pieces = [_compilation(group, cuda_graphs) for group in _by_compilation(events)]
-    report.compilations = [one for one in pieces if one.capture or one.breaks or one.error]
+    groups = _by_compilation(events)
+    pieces = [(_compilation(group, cuda_graphs), group) for group in groups]
+    known = [(one, group) for one, group in pieces if one.capture or one.breaks or one.error]
+    report.compilations = [one for one, _ in known]
     _after_breaks(report.compilations)
-    for one in report.compilations:
+    for one, group in known:
         _whole_paths(one)
         _plain_names(one)
-        one.ops = read_nodes(one, recorded)
+        lowered = [e.data["graph"] for e in _of(group, "inductor_post_grad_graph")]
+        read_nodes(one, recorded, _rewriting(group, recorded), lowered)
     graphs = [
         g for one in report.compilations if one.normalisation for g in one.normalisation.graphs
     ]
@@ -64,6 +67,17 @@ def _by_compilation(events: list[Event]) -> list[list[Event]]:
     return groups
 
 
+def _rewriting(group: list[Event], recorded: list[Recorded]) -> list[Recorded]:
+    """What the backend "tileops" did: between the captured graph and what torch tells next of it."""
+    numbers = [i for i, event in enumerate(group) if event.kind == "dynamo_output_graph"]
+    if not numbers:
+        return []
+    start = group[numbers[-1]].recorded
+    end = next((event.recorded for event in group[numbers[-1] + 1 :]), len(recorded))
+    kinds = ("inlined", "substituted", "fused", "declined", "near miss")
+    return [event for event in recorded[start:end] if event.kind in kinds]
+
+
 def _of(events: list[Event], kind: str) -> list[Event]:
     return [event for event in events if event.kind == kind]
 
@@ -72,6 +86,8 @@ def _compilation(events: list[Event], cuda_graphs: bool | None) -> Compilation:
     place = events[0].place or ""
     metrics = _of(events, "compilation_metrics")
     told = metrics[-1].data if metrics else {}
+    for event in _of(events, "recompile_reasons"):  # where no version is made, nobody else tells
+        told = {**told, **{k: told.get(k) or v for k, v in event.data["code"].items()}}
     function = told.get("co_name") or ""
     resumed = _RESUME.match(function)
     file, number = told.get("co_filename"), told.get("co_firstlineno")
@@ -99,7 +115,8 @@ def _compilation(events: list[Event], cuda_graphs: bool | None) -> Compilation:
     if guards := _of(events, "dynamo_cpp_guards_str"):
         one.guards = read_guards(guards[-1])
     if reasons := _of(events, "recompile_reasons"):
-        one.recompile = read_recompile(reasons[-1], int(place.rsplit("/", 1)[-1]))
+        failed = told.get("fail_reason") or ""
+        one.recompile = read_recompile(reasons[-1], int(place.rsplit("/", 1)[-1]), failed)
     stages = {event.kind: event for event in events if event.kind in STAGES and event.text}
     if stages:
         made = [_graph(STAGES[kind], event, lines) for kind, event in stages.items()]
@@ -137,7 +154,7 @@ def _lowered(one: Compilation, events: list[Event], lines: UserLines) -> None:
         elif event.kind == "autotuned" and event.data["times"]:
             timed.append(event.data["times"])
         elif event.kind == "inductor_post_grad_graph":
-            graph = _graph("lowered", event, lines)
+            graph = event.data["graph"] = _graph("lowered", event, lines)
         elif event.kind == "inductor_output_code" and event.text:
             path = event.data.get("filename")
             told = Lowered(event.text, path, graph, fusion, scheduled, timed, captured)
