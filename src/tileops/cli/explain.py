@@ -41,6 +41,10 @@ def add_command(commands: Any) -> None:
         "--input", metavar="SPEC", action="append", default=[],
         help='an argument, such as "2048x4096:f16:cuda"; may be repeated; f32 and cpu without',
     )  # fmt: skip
+    parser.add_argument(
+        "--then", metavar="SPECS", action="append", default=[],
+        help="inputs of a further call, separated by commas; may be repeated",
+    )  # fmt: skip
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--mode", help="torch.compile's mode")
     parser.add_argument("--dynamic", action=argparse.BooleanOptionalAction)
@@ -56,14 +60,28 @@ def add_command(commands: Any) -> None:
         "--measure", action="store_true",
         help="call it some times more, for time of kernels, gaps and synchronisations",
     )  # fmt: skip
+    parser.add_argument(
+        "--show", metavar="STAGES", type=_stages, default=(),
+        help="the summary and only these stages: capture,breaks,guards,dispatch,aten,inductor,run,ops",
+    )  # fmt: skip
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the data; - prints it")
     parser.set_defaults(run=_explain)
 
 
 def _conditions(text: str) -> tuple[str, ...]:
+    return _names(text, _CONDITIONS)
+
+
+def _stages(text: str) -> tuple[str, ...]:
+    from tileops.explain.views.terminal import STAGES
+
+    return _names(text, STAGES)
+
+
+def _names(text: str, accepted: tuple[str, ...]) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(","))
-    if unknown := [name for name in names if name not in _CONDITIONS]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r}; accepted are {', '.join(_CONDITIONS)}")
+    if unknown := [name for name in names if name not in accepted]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r}; accepted are {', '.join(accepted)}")
     return names
 
 
@@ -74,7 +92,10 @@ def _explain(options: argparse.Namespace) -> int:
     try:
         _check(options)
         target = _load(options.target)
-        inputs = tuple(_tensor(spec, training=bool(options.training)) for spec in options.input)
+        inputs, *then = (
+            tuple(_tensor(spec, training=bool(options.training)) for spec in specs)
+            for specs in (options.input, *(text.split(",") for text in options.then))
+        )
     except _RequestError as error:
         print(f"tileops explain: {error}", file=sys.stderr)
         return 2
@@ -83,7 +104,7 @@ def _explain(options: argparse.Namespace) -> int:
     try:
         explain_into(
             report, target, inputs, {}, backend=options.backend, mode=options.mode,
-            dynamic=options.dynamic, training=options.training, measure=options.measure,
+            dynamic=options.dynamic, training=options.training, measure=options.measure, then=then,
         )  # fmt: skip
     except Exception as error:  # noqa: BLE001  (the user's: told after what was seen of the call)
         raised = error
@@ -92,7 +113,7 @@ def _explain(options: argparse.Namespace) -> int:
     else:
         if options.json:
             options.json.write_text(report.to_json(indent=1), encoding="utf-8")
-        report.show()
+        report.show(*options.show)
     if raised is not None:
         _tell(raised)
         return 2

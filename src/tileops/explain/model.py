@@ -364,11 +364,11 @@ class Report:
     def to_json(self, indent: int | None = None) -> str:
         return json.dumps(self.plain(), indent=indent)
 
-    def show(self, *, width: int | None = None) -> None:
-        """Print it for a terminal."""
+    def show(self, *stages: str, width: int | None = None) -> None:
+        """Print it for a terminal: all, or the summary and ``stages`` such as ``"breaks"``."""
         from tileops.explain.views.terminal import render
 
-        print(render(self, width=width))
+        print(render(self, *stages, width=width))
 
 
 def _plain(value: Any) -> Any:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from tileops.explain import torch_private as private
 from tileops.explain.collect.assemble import assemble
-from tileops.explain.collect.events import Events
+from tileops.explain.collect.events import Event, Events
 from tileops.explain.collect.measure import CALL, attach, kernels_marked
 from tileops.explain.model import Call, Report
 
@@ -46,13 +46,13 @@ def _nothing() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _explaining(report: Report, cuda_graphs: bool | None) -> Iterator[None]:
+def _explaining(report: Report, cuda_graphs: bool | None) -> Iterator[list[Event]]:
     events = Events()
     report.torch = torch.__version__
     report.device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     try:
         with events.listening():
-            yield
+            yield events.seen
     finally:
         assemble(report, events, cuda_graphs=cuda_graphs)
 
@@ -66,6 +66,7 @@ def explain(
     mode: str | None = None,
     training: bool | None = None,
     fullgraph: bool = False,
+    then: Sequence[tuple[Any, ...]] = (),
     measure: bool = False,
 ) -> Report:
     """Compile a function or module, call it once with ``args``, and say what torch did.
@@ -73,7 +74,7 @@ def explain(
     ``training=True`` also runs backward (``.grad`` stays as it is); ``False`` calls without
     gradients; ``None`` takes the grad mode as it is. Compiled versions, disk caches and what torch
     learnt about sizes are private to the call and dropped, so every stage is shown cold. The
-    result is :attr:`Report.result`.
+    result is :attr:`Report.result`. ``then``: arguments of further calls, which may recompile.
 
     ``measure=True`` calls it some times more, warm and with copies of its tensors, for the time of
     kernels, gaps and synchronisations; what else it writes, it writes again.
@@ -81,7 +82,7 @@ def explain(
     report = Report()
     explain_into(
         report, target, args, kwargs or {}, backend=backend, dynamic=dynamic, mode=mode,
-        training=training, fullgraph=fullgraph, measure=measure,
+        training=training, fullgraph=fullgraph, then=then, measure=measure,
     )  # fmt: skip
     return report
 
@@ -97,6 +98,7 @@ def explain_into(
     mode: str | None,
     training: bool | None,
     fullgraph: bool = False,
+    then: Sequence[tuple[Any, ...]] = (),
     measure: bool = False,
 ) -> None:
     """:func:`explain` into a report that holds what was seen also where the call raises."""
@@ -125,11 +127,19 @@ def explain_into(
         compiled = torch.compile(
             _own_code(target), backend=backend, dynamic=dynamic, mode=mode, fullgraph=fullgraph
         )
-        with _explaining(report, graphs):
-            started = time.perf_counter()
-            report.result = call(args, kwargs)
-            seconds = time.perf_counter() - started
-        report.calls = [Call(name, seconds, [one.id for one in report.compilations])]
+        calls = []
+        with _explaining(report, graphs) as seen:
+            for given in (args, *then):
+                started, before = time.perf_counter(), len(seen)
+                result = call(given, kwargs)
+                calls.append(
+                    (time.perf_counter() - started, {each.place for each in seen[before:]})
+                )
+                report.result = result if given is args else report.result
+        report.calls = [
+            Call(name, seconds, [one.id for one in report.compilations if one.id in places])
+            for seconds, places in calls
+        ]
         if measure:
             _measure(report, lambda: call(*_copies((args, dict(kwargs)))))
 

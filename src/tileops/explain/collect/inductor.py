@@ -112,12 +112,8 @@ def _groups(scheduled: str, origins: dict[str, list[str]], kinds: dict[str, str]
 
 def _kind_of(member: str, text: str, kinds: dict[str, str]) -> str:
     if member in kinds:
-        kind = kinds[member]
-        return (
-            kind
-            if kind in ("pointwise", "reduction")
-            else {"scan": "reduction", "sort": "reduction"}.get(kind, "pointwise")
-        )
+        kind = kinds[member]  # also such as onlinesoftmaxreduction
+        return "reduction" if "reduction" in kind or kind in ("scan", "sort") else "pointwise"
     own = re.search(rf"^{member}: (\w+)\((.*)\)$", text, re.MULTILINE)
     what = own[0] if own else text
     if "Template" in what:
