@@ -19,7 +19,7 @@ from tileops.explain.model import Call, Report
 __all__ = ["explain", "explain_into", "explaining"]
 
 _REPEATS = 3
-"""Of a measured call: times are medians, the whole is the last one's."""
+"""Of a measured call: times are medians."""
 
 
 @contextlib.contextmanager
@@ -28,7 +28,7 @@ def explaining(title: str = "", *, measure: bool = False) -> Iterator[Report]:
 
     The report is filled when the block ends, also by an exception. Caches are the user's own, so
     what was compiled before the block shows only where it is compiled again. ``measure=True`` runs
-    the block under torch's profiler and reports the last call that compiled nothing.
+    the block under torch's profiler and reports the median call that compiled nothing.
     """
     report = Report(title=title)
     profile = None

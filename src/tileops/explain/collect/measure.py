@@ -117,10 +117,10 @@ def attach(report: Report, plain: Profile, marked: Profile | None = None) -> Non
         why = "no measured call ran compiled code without compiling"
         report.unknown.append(Unknown(UNMEASURED, why))
         return
-    last = calls[-1]
+    middle = sorted(calls, key=lambda call: call.us)[len(calls) // 2]
     timeline = _Timeline(nodes, plain.device)
-    inside = [node for node in nodes if _covers(last, node)]
-    report.measured = _measured(last, inside, timeline)
+    inside = [node for node in nodes if _covers(middle, node)]
+    report.measured = _measured(middle, inside, timeline)
     for one in report.compilations:
         _lookup(one, inside)
         for each in one.breaks:
@@ -149,11 +149,15 @@ def _calls(nodes: list[_Node]) -> list[_Node]:
             if node.span.name.startswith(_REGION)
             and node.within(lambda name: name.startswith(_REGION)) is None
         ]  # fmt: skip
-    return [
-        call for call in made
-        if not any(_COMPILING in each.span.name for each in call.below())
-        and any(_is_compiled(each.span.name) for each in (call, *call.below()))
-    ]  # fmt: skip
+    compiled_at = [node.span.start for node in nodes if _COMPILING in node.span.name]
+    warm, before = [], 0.0
+    for call in made:
+        # In a user's loop the compiler runs ahead of the region that it made.
+        cold = any(before <= at < call.span.end for at in compiled_at)
+        if not cold and any(_is_compiled(each.span.name) for each in (call, *call.below())):
+            warm.append(call)
+        before = call.span.end
+    return warm
 
 
 def _is_compiled(name: str) -> bool:
