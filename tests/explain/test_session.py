@@ -32,7 +32,7 @@ def state_of_torch():
         "dynamo": torch._dynamo.config.get_config_copy(),
         "inductor": torch._inductor.config.get_config_copy(),
         "functorch": torch._functorch.config.get_config_copy(),
-        "environment": dict(os.environ),
+        "environment": {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"},
         "sizes": copy.deepcopy(pgo._CODE_STATE),
         "grad": torch.is_grad_enabled(),
         "random": torch.get_rng_state().tolist(),
@@ -205,6 +205,18 @@ def test_terminal(capsys):
     assert "Break (print)" in shown
     assert "values that cross: y f32 [4, 4] 64 B" in shown
     assert max(map(len, shown.splitlines())) <= 100
+
+
+def test_terminal_shows_the_stages_that_are_asked_for(capsys):
+    report = tileops.explain(golden.prints, torch.randn(4, 4), backend="aot_eager")
+    report.show("aten", width=100)
+    shown = capsys.readouterr().out
+    assert "2 graphs, 1 break" in shown
+    assert "ATen: operations" in shown
+    assert "Capture" not in shown
+    assert "Guards" not in shown
+    with pytest.raises(ValueError, match="'fusion'.*breaks"):
+        report.show("fusion")
 
 
 @pytest.mark.slow
