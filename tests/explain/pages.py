@@ -1,5 +1,5 @@
-"""Pages whose outputs come from running them: each Python block is a script, the text block below it
-is what it prints.
+"""Pages whose outputs come from running them: each Python block is a script and each block of shell a
+command; the text block below it is what it prints.
 
 A page's scripts run one after the other in one fresh process, each in a namespace of its own. What
 differs from run to run or from machine to machine is written ``…``; :func:`settled` says what that is.
@@ -12,6 +12,7 @@ import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -62,17 +63,71 @@ def run(chosen: list[Script], **environment: str) -> dict[str, str]:
         }
 
 
+# ---- commands ------------------------------------------------------------------------------------
+
+_COMMAND = re.compile(
+    r"^```sh\n(?P<command>(?:tileops|python -m) .*?)\n```\n\n```text\n(?P<output>.*?)^```\n",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Command:
+    line: str
+    output: str
+
+
+def commands(page: Path) -> list[Command]:
+    """Of a page, in order: blocks of shell with an output below."""
+    found = _COMMAND.finditer(page.read_text(encoding="utf-8"))
+    return [Command(each["command"], each["output"]) for each in found]
+
+
+def run_command(line: str, folder: Path) -> tuple[str, int]:
+    """What it prints, and its exit status. Of standard error only what ``tileops`` itself says."""
+    words = shlex.split(line.replace("\\\n", " "))
+    words = words[1:] if words[0] == "python" else ["-m", *words]
+    done = subprocess.run(
+        [sys.executable, *words], env=clean_environment(str(folder), COLUMNS=WIDTH), cwd=ROOT,
+        capture_output=True, text=True, check=False, timeout=600,
+    )  # fmt: skip
+    said = [text for text in done.stderr.splitlines() if text.startswith("tileops ")]
+    assert done.stdout, done.stderr
+    return settled("\n".join([done.stdout.rstrip(), *said])), done.returncode
+
+
+def write_commands(page: Path) -> None:
+    """Put what the commands print today into the page."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def anew(match: re.Match[str]) -> str:
+            printed, _ = run_command(match["command"], Path(folder))
+            return f"```sh\n{match['command']}\n```\n\n```text\n{printed}```\n"
+
+        page.write_text(_COMMAND.sub(anew, page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+# ---- what both share -----------------------------------------------------------------------------
+
+
 def settled(text: str, folder: str = "") -> str:
     """``text`` without what another run, machine or installation would print otherwise."""
     if folder:
         text = text.replace(f"{folder}/", "")
     text = re.sub(r"/\S*?/site-packages/", "", text)
     text = re.sub(r"\b0x[0-9a-f]{6,}\b", "0x…", text)
-    text = re.sub(r"\b\d+\.\d+ (µs|s)\b", r"… \1", text)  # clocks
+    text = re.sub(r"\b\d+\.\d+ (µs|ms|s|times)\b", r"… \1", text)  # clocks
     text = re.sub(r"\b(\w+\.(?:cpp|h)):\d+", r"\1", text)  # torch's own sources
     text = re.sub(r"\) @[0-9a-f]{8}(\+[0-9a-f]{8})?'", ") @…'", text)  # an entry's stamp
     text = re.sub(r"\b(torch \d+\.\d+)\.\S+?(?=[,)])", r"\1", text)
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
+def release() -> tuple[int, int]:
+    import torch
+
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
 
 
 def skip_where_outputs_differ(script: Script) -> None:
@@ -81,12 +136,16 @@ def skip_where_outputs_differ(script: Script) -> None:
     import torch
     from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
-    if tuple(map(int, torch.__version__.split(".")[:2])) != RELEASE:
-        pytest.skip(f"the page shows torch {'.'.join(map(str, RELEASE))}, this is {torch.__version__}")
+    if release() != RELEASE:
+        pytest.skip(
+            f"the page shows torch {'.'.join(map(str, RELEASE))}, this is {torch.__version__}"
+        )
     if "Vec" in script.output and "avx2" not in map(str, valid_vec_isa_list()):
         pytest.skip("the page shows C++ for AVX2, which this machine lacks")
     if "on_a_card" in script.code and torch.cuda.is_available():
-        pytest.skip("the page shows a described card; tests/gpu/test_tour.py compares with a real one")
+        pytest.skip(
+            "the page shows a described card; tests/gpu/test_tour.py compares with a real one"
+        )
 
 
 def write(page: Path) -> None:

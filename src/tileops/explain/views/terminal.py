@@ -14,6 +14,7 @@ from tileops.explain.model import (
     Compilation,
     Guards,
     Inductor,
+    Kernel,
     Line,
     Normalisation,
     OpNode,
@@ -104,9 +105,11 @@ def _compilation(one: Compilation, shown: Sequence[str]) -> list[str]:
         "aten": lambda: _normalisation(one.normalisation),
         "inductor": lambda: [line for each in one.inductor for line in _inductor(each)],
         "run": lambda: _run(one),
-        "ops": lambda: [line for op in one.ops for line in _op(op)],
+        "ops": lambda: [*(line for op in one.ops for line in _op(op)), *_near(one)],
     }
-    lines = [line for stage in STAGES if stage in shown and stage in parts for line in parts[stage]()]
+    lines = [
+        line for stage in STAGES if stage in shown and stage in parts for line in parts[stage]()
+    ]
     rest = ", the rest after a break" if one.resumes else ""
     head = ["", f"[{one.id}] {one.function}{rest}  {_where(one.at)}"]
     if one.error:
@@ -135,8 +138,15 @@ def _break(each: Break) -> Iterable[str]:
             f"{n.name} {n.dtype or ''} {n.shape or ''} {size(n.bytes)}" for n in each.crossing
         )
         yield f"    values that cross: {values or 'none'}"
+    cost = []
     if each.extra_launches:
-        yield f"    cost: {_count(each.extra_launches, 'more graph call')} in each call"
+        cost.append(f"{_count(each.extra_launches, 'more graph call')} in each call")
+    if each.synchronizations:
+        cost.append(f"{_count(each.synchronizations, 'wait')} for the device")
+    if each.python_us is not None:
+        cost.append(f"{each.python_us:.1f} µs of Python")
+    if cost:
+        yield f"    cost: {', '.join(cost)}"
     yield f"    mend: {each.advice}"
 
 
@@ -144,7 +154,8 @@ def _recompile(again: Recompile | None) -> Iterable[str]:
     if again is None:
         return
     limit = _UNKNOWN if again.limit is None else again.limit
-    yield f"  Recompiled: version {again.count} of at most {limit}"
+    passed = ": the limit is passed, such calls run uncompiled" if again.gave_up else ""
+    yield f"  Recompiled: version {again.count} of at most {limit}{passed}"
     for failure in again.failures:
         about = failure.guard
         if failure.expected is not None:
@@ -164,7 +175,9 @@ def _guards(guards: Guards | None) -> Iterable[str]:
     for guard in guards.guards:
         if guard.group == "shape":
             yield f"    {guard.code.split('  # ')[0]}"
-        elif guard.kind == "TENSOR_MATCH" and re.search(r"_(parameters|buffers)['\"]?\]?\[", guard.source):
+        elif guard.kind == "TENSOR_MATCH" and re.search(
+            r"_(parameters|buffers)['\"]?\]?\[", guard.source
+        ):
             held += 1
         elif guard.kind == "TENSOR_MATCH":
             facts = {k: v for k, v in guard.properties.items() if k != "dispatch_keys"}
@@ -199,7 +212,7 @@ def _normalisation(made: Normalisation | None) -> Iterable[str]:
         copy = "; a copy back to the input remains" if rewrite.copy else ""
         yield f"    functional: {rewrite.before} → {'; '.join(rewrite.after) or _UNKNOWN}{copy}"
     for change in made.decompositions:
-        yield f"    {_where(change.at)}: {', '.join(change.before)} → {', '.join(change.after)}"
+        yield f"    {_where(change.at)}: {_some(change.before)} → {_some(change.after)}"
     if made.partition:
         part = made.partition
         everything = size(part.save_all_bytes)
@@ -211,20 +224,49 @@ def _normalisation(made: Normalisation | None) -> Iterable[str]:
 
 
 def _inductor(lowered: Inductor) -> Iterable[str]:
-    yield f"  Inductor ({lowered.stage}): {_count(len(lowered.kernels), 'kernel')}"
+    moved = [kernel.bytes for kernel in lowered.kernels if kernel.bytes is not None]
+    facts = [_count(len(lowered.kernels), "kernel")]
+    if moved and len(moved) == len(lowered.kernels):
+        facts.append(f"{size(sum(moved))} read and written")
+    if lowered.peak_bytes:
+        facts.append(f"buffers of {size(lowered.peak_bytes)} at most")
+    yield f"  Inductor ({lowered.stage}): {', '.join(facts)}"
     for kernel in lowered.kernels:
-        nests = [group.nodes for group in kernel.groups or ()]
+        nests = [group.nodes for group in kernel.groups or () if kernel.language != "extern"]
         nodes = " | ".join(map(_some, nests)) if len(nests) > 1 else _some(kernel.nodes)
-        lines = ", ".join(map(_where, kernel.lines))
-        yield f"    {kernel.name}  {kernel.kind}, {kernel.language}: {nodes}  [{lines}]"
+        lines = ", ".join(dict.fromkeys(map(_where, kernel.lines)))
+        yield f"    {kernel.name}  {_kind(kernel)}: {nodes}{_moved(kernel)}  [{lines}]"
     for each in lowered.candidates or ():
         yield f"    timed {each.kernel}: {each.time_us:.1f} µs{', chosen' if each.chosen else ''}"
     if lowered.unfused is None:
         yield f"    not fused: {_UNKNOWN}, the code came from a cache"
+    kinds = {group.name: group.kind for kernel in lowered.kernels for group in kernel.groups or ()}
+    pairs: dict[str, None] = {}
+    opaque = 0
     for apart in lowered.unfused or ():
         first, second = _some(apart.first_nodes), _some(apart.second_nodes)
         pair = f"{first or apart.first} | {second or apart.second}"
-        yield f"    not fused: {pair}: {apart.reason or 'torch gave no reason'}"
+        if {"extern", "tileops"} & {kinds.get(apart.first), kinds.get(apart.second)}:
+            opaque += 1
+        else:
+            pairs[f"{pair}: {apart.reason or 'torch gave no reason'}"] = None
+    for text in pairs:
+        yield f"    not fused: {text}"
+    if opaque:
+        yield f"    not fused: {_count(opaque, 'pair')} with a library's or an op's kernel, which is opaque"
+
+
+def _kind(kernel: Kernel) -> str:
+    return kernel.kind if kernel.kind == kernel.language else f"{kernel.kind}, {kernel.language}"
+
+
+def _moved(kernel: Kernel) -> str:
+    facts = [] if kernel.bytes is None else [size(kernel.bytes)]
+    if kernel.time_us is not None:
+        facts.append(f"{kernel.time_us:.1f} µs")
+    if kernel.bandwidth_fraction is not None:
+        facts.append(f"{kernel.bandwidth_fraction:.0%} of the memory's bandwidth")
+    return f"; {', '.join(facts)}" if facts else ""
 
 
 def _some(names: list[str] | None) -> str:
@@ -242,21 +284,43 @@ def _run(one: Compilation) -> Iterable[str]:
         yield "  Time: " + ", ".join(f"{each.name} {each.seconds:.2f} s" for each in one.phases)
     if one.cuda_graphs:
         used = {True: "used", False: "skipped", None: _UNKNOWN}[one.cuda_graphs.used]
-        reason = _first_line(one.cuda_graphs.reason or "").replace("skipping cudagraphs due to ", "")
+        reason = _first_line(one.cuda_graphs.reason or "").replace(
+            "skipping cudagraphs due to ", ""
+        )
         yield f"  CUDA graphs: {used}{', ' if reason else ''}{reason.split(' Found from', 1)[0]}"
 
 
 def _op(op: OpNode) -> Iterable[str]:
     yield f"  tileops {op.op}{op.parameters}  {_where(op.at)}"
-    target = f"target {op.target or _UNKNOWN} (by {op.decided_by or _UNKNOWN})"
-    yield f"    {target}, kernel {op.kernel or _UNKNOWN}"
+    if op.substituted_from:
+        yield f"    in the place of {'; '.join(map(_code, op.substituted_from))}"
+    if op.fused_into:
+        yield f"    fused into {op.fused_into}"
+    else:
+        target = f"target {op.target or _UNKNOWN} (by {op.decided_by or _UNKNOWN})"
+        yield f"    {target}, kernel {op.kernel or _UNKNOWN}"
     for name, reason in op.refused.items():
         yield f"    refused {name}: {reason}"
     if op.not_fused:
         yield f"    not fused: {op.not_fused}"
 
 
+def _near(one: Compilation) -> Iterable[str]:
+    for miss in one.near_misses:
+        yield f"  nearly {miss.op}: {_code(miss.at)}"
+        yield f"    {miss.reason}"
+
+
 def _rest(report: Report) -> Iterable[str]:
+    if report.measured:
+        made = report.measured
+        outside = (
+            "" if made.outside_us is None else f", {made.outside_us:.1f} µs outside the graphs"
+        )
+        yield (
+            f"a warm call: {made.call_us:.1f} µs{outside}; {_count(made.graph_calls, 'graph call')}, "
+            f"{_count(made.synchronizations, 'wait')} for the device"
+        )
     for call in report.calls or ():
         yield f"call of {call.function}: {call.seconds:.2f} s, {_count(len(call.compiled), 'compilation')}"
     for op in report.eager_ops:
