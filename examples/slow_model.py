@@ -83,14 +83,7 @@ class Unwatched(Slow):
         pass
 
 
-class Uncounted(Unwatched):
-    """Calls are counted where the block is called."""
-
-    def count(self) -> None:
-        pass
-
-
-class OneTable(Uncounted):
+class OneTable(Unwatched):
     """One table for all lengths, of which a call takes a part."""
 
     def __init__(self, hidden: int = 256, heads: int = 4, capacity: int = 1024) -> None:
@@ -103,7 +96,14 @@ class OneTable(Uncounted):
         return self.cos[:length], self.sin[:length]
 
 
-class Pure(OneTable):
+class Uncounted(OneTable):
+    """Calls are counted where the block is called."""
+
+    def count(self) -> None:
+        pass
+
+
+class Pure(Uncounted):
     """The caller's tensor stays as it is."""
 
     def add(self, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
@@ -121,7 +121,7 @@ def angles(length: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     return turned.cos(), turned.sin()
 
 
-slow, unwatched, uncounted, one_table, pure = Slow(), Unwatched(), Uncounted(), OneTable(), Pure()
+slow, unwatched, one_table, uncounted, pure = Slow(), Unwatched(), OneTable(), Uncounted(), Pure()
 
 
 def main() -> None:

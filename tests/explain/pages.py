@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -25,7 +25,8 @@ RELEASE = (2, 13)
 """Of torch, with which the pages were written: others print other names and other code."""
 WIDTH = "96"
 _SCRIPT = re.compile(
-    r"^```python\n(?P<code># (?P<name>\w+\.py)\n.*?)^```\n(?P<rest>\n```text\n(?P<output>.*?)^```\n)?",
+    r"^```(?P<language>python|sh)\n(?P<code>(?:# (?P<name>\w+\.py)\n|tileops |python -m ).*?)^```\n"
+    r"\n```text\n(?P<output>.*?)^```\n",
     re.MULTILINE | re.DOTALL,
 )
 
@@ -33,15 +34,19 @@ _SCRIPT = re.compile(
 @dataclass(frozen=True)
 class Script:
     name: str
+    """``.py`` for Python, ``.sh`` for one command."""
     code: str
     output: str
-    """What the page says that it prints; nothing where no text block follows."""
+    """What the page says that it prints."""
 
 
 def scripts(page: Path) -> list[Script]:
-    """Of a page, in order: Python blocks that begin with a comment of their name."""
+    """Of a page, in order: Python blocks that begin with a comment of their name, and commands."""
     found = _SCRIPT.finditer(page.read_text(encoding="utf-8"))
-    return [Script(each["name"], each["code"], each["output"] or "") for each in found]
+    return [
+        Script(each["name"] or f"{number}.sh", each["code"], each["output"])
+        for number, each in enumerate(found)
+    ]
 
 
 def run(chosen: list[Script], **environment: str) -> dict[str, str]:
@@ -57,57 +62,8 @@ def run(chosen: list[Script], **environment: str) -> dict[str, str]:
             env=env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=900,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
-        return {
-            name: settled(text, folder)
-            for name, text in json.loads(Path(folder, "printed.json").read_text()).items()
-        }
-
-
-# ---- commands ------------------------------------------------------------------------------------
-
-_COMMAND = re.compile(
-    r"^```sh\n(?P<command>(?:tileops|python -m) .*?)\n```\n\n```text\n(?P<output>.*?)^```\n",
-    re.MULTILINE | re.DOTALL,
-)
-
-
-@dataclass(frozen=True)
-class Command:
-    line: str
-    output: str
-
-
-def commands(page: Path) -> list[Command]:
-    """Of a page, in order: blocks of shell with an output below."""
-    found = _COMMAND.finditer(page.read_text(encoding="utf-8"))
-    return [Command(each["command"], each["output"]) for each in found]
-
-
-def run_command(line: str, folder: Path) -> tuple[str, int]:
-    """What it prints, and its exit status. Of standard error only what ``tileops`` itself says."""
-    words = shlex.split(line.replace("\\\n", " "))
-    words = words[1:] if words[0] == "python" else ["-m", *words]
-    done = subprocess.run(
-        [sys.executable, *words], env=clean_environment(str(folder), COLUMNS=WIDTH), cwd=ROOT,
-        capture_output=True, text=True, check=False, timeout=600,
-    )  # fmt: skip
-    said = [text for text in done.stderr.splitlines() if text.startswith("tileops ")]
-    assert done.stdout, done.stderr
-    return settled("\n".join([done.stdout.rstrip(), *said])), done.returncode
-
-
-def write_commands(page: Path) -> None:
-    """Put what the commands print today into the page."""
-    with tempfile.TemporaryDirectory() as folder:
-
-        def anew(match: re.Match[str]) -> str:
-            printed, _ = run_command(match["command"], Path(folder))
-            return f"```sh\n{match['command']}\n```\n\n```text\n{printed}```\n"
-
-        page.write_text(_COMMAND.sub(anew, page.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-# ---- what both share -----------------------------------------------------------------------------
+        printed = json.loads(Path(folder, "printed.json").read_text())
+        return {name: settled(text, folder) for name, text in printed.items()}
 
 
 def settled(text: str, folder: str = "") -> str:
@@ -120,7 +76,7 @@ def settled(text: str, folder: str = "") -> str:
     text = re.sub(r"\b(\w+\.(?:cpp|h)):\d+", r"\1", text)  # torch's own sources
     text = re.sub(r"\) @[0-9a-f]{8}(\+[0-9a-f]{8})?'", ") @…'", text)  # an entry's stamp
     text = re.sub(r"\b(torch \d+\.\d+)\.\S+?(?=[,)])", r"\1", text)
-    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+    return "\n".join(line.rstrip() for line in text.strip("\n").splitlines()) + "\n"
 
 
 def release() -> tuple[int, int]:
@@ -150,12 +106,11 @@ def skip_where_outputs_differ(script: Script) -> None:
 
 def write(page: Path) -> None:
     """Put what the scripts print today into the page."""
-    chosen = scripts(page)
-    printed = run(chosen)
+    assert release() == RELEASE, "the pages are of another release of torch"
+    printed = iter(run(scripts(page)).values())
 
     def anew(match: re.Match[str]) -> str:
-        head = f"```python\n{match['code']}```\n"
-        return head + (f"\n```text\n{printed[match['name']]}```\n" if match["rest"] else "")
+        return f"```{match['language']}\n{match['code']}```\n\n```text\n{next(printed)}```\n"
 
     page.write_text(_SCRIPT.sub(anew, page.read_text(encoding="utf-8")), encoding="utf-8")
 
@@ -169,17 +124,37 @@ def _run_here(job: Path) -> None:
 
     # The same C++ on every x86-64 machine: 256-bit vectors, one thread.
     inductor.cpp.simdlen, inductor.cpp.threads = 256, 1
-    os.chdir(job.parent)
     printed = {}
     for name in json.loads(job.read_text()):
-        path = str(job.parent / name)
-        code = compile(Path(path).read_text(encoding="utf-8"), path, "exec")
+        path = job.parent / name
         torch._dynamo.reset()
         torch.manual_seed(0)
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            exec(code, {"__name__": "__main__", "__file__": path})
+            (_python if name.endswith(".py") else _command)(path)
         printed[name] = out.getvalue()
     (job.parent / "printed.json").write_text(json.dumps(printed))
+
+
+def _python(path: Path) -> None:
+    code = compile(path.read_text(encoding="utf-8"), path, "exec")
+    exec(code, {"__name__": "__main__", "__file__": str(path)})
+
+
+def _command(path: Path) -> None:
+    """As a shell would, in this process: torch is loaded once. A status that is not 0 is printed."""
+    from tileops.cli import main
+
+    program, *words = shlex.split(path.read_text(encoding="utf-8").replace("\\\n", " "))
+    if program == "python":
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        status = main(words)
+    print(
+        *(line for line in errors.getvalue().splitlines() if line.startswith("tileops ")), sep="\n"
+    )
+    if status:
+        print(f"exit status {status}")
 
 
 if __name__ == "__main__":

@@ -91,6 +91,9 @@ def _summary(report: Report) -> Iterable[str]:
     ).replace("launchs", "launches")
     for place, times in Counter(_code(each.at) for each in report.breaks).items():
         yield f"  break: {place}{f'  ({times} times)' if times > 1 else ''}"
+    made = [one.normalisation for one in report.compilations if one.normalisation]
+    for place in dict.fromkeys(_code(r.at) for each in made for r in each.rewrites if r.copy):
+        yield f"  copied back to an input: {place}"
     for one in report.recompiles:
         # The first failure is of the version that served the last call.
         failures = one.recompile.failures if one.recompile else []
