@@ -212,6 +212,11 @@ def test_recompile_reasons(text, expected):
         ("Failed to trace builtin operator\n  Explanation: no `sorted`", "builtin"),
         ("Attempted to call function marked as skipped", "skipped"),
         ("Unsupported generator: yield from", "generator"),
+        ("Dynamic shape operator\n  Explanation: Operator `aten.nonzero.default`", "shape"),
+        ("logging.Logger method not supported for non-export cases", "print"),
+        ("Call to `torch._dynamo.graph_break()`", "asked"),
+        ("Observed exception", "raise"),
+        ("Unsupported Tensor.backward() call", "backward"),
         ("The moon is full", "other"),
     ],
 )
@@ -228,3 +233,18 @@ def test_kinds_of_breaks(reason, kind):
     assert [line.function for line in found.stack] == ["<module>", "f"]
     assert found.hints == ["try harder"]
     assert found.advice
+
+
+def test_a_function_given_up():
+    """The kind is that of the break, not of torch's sentence about giving up."""
+    text = (
+        "Graph break in user code at /home/me/model.py:7\n"
+        "Graph Break Reason: Failed to handle graph break gracefully. Skipping the function and falling "
+        "back to eager. Graph break encountered:\n\nUnsupported Tensor.item() call\n"
+        "  Explanation: no item here.\n\nUser code traceback:\n"
+    )
+    found = read_break(Event("dynamo_graph_break_reason", "0/0", 0, text=text))
+    assert found.kind == "item"
+    assert found.reason == (
+        "The function runs without torch.compile: Unsupported Tensor.item() call. no item here."
+    )

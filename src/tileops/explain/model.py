@@ -95,7 +95,8 @@ class Break:
     """A place where a graph ends and Python takes over."""
 
     kind: str
-    """``print``, ``item``, ``branch``, ``builtin``, ``generator``, ``skipped``, ``other``"""
+    """``print``, ``item``, ``branch``, ``shape``: a size that depends on data, ``generator``, ``raise``,
+    ``backward``, ``asked``: by ``graph_break()``, ``builtin``, ``skipped``, ``other``"""
     reason: str
     at: Line | None
     stack: list[Line]
@@ -106,9 +107,10 @@ class Break:
     crossing: list[Node] | None = None
     """Tensors that leave the graph here, and so live in memory."""
     extra_launches: int | None = None
-    """Calls of compiled graphs that a call makes for this break."""
+    """Calls of compiled graphs that a call makes for this break; counted where it is measured."""
     synchronizations: int | None = None
-    """Times that a call waits here for the device; on the CPU, reads a value. Unknown unless measured."""
+    """Times that a call waits here for the device; on the CPU, where nothing waits, calls of ``item``.
+    Unknown unless measured."""
     python_us: float | None = None
     """From the end of the graph to the search for the next one, in one call. Unknown unless measured."""
 
@@ -191,7 +193,9 @@ class Dispatch:
     operator: str
     table: list[DispatchEntry]
     visited: list[DispatchStep] | None
-    """For a call with the arguments seen."""
+    """By a call with plain tensors of the device seen, in the modes of the thread."""
+    functional: list[DispatchStep] | None = None
+    """By a call with tensors that torch wraps to make a graph functional."""
 
 
 # ---- normalisation -------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ class Measured:
     graph_calls: int
     """Calls of compiled graphs."""
     synchronizations: int
-    """Times that Python waits for the device; on the CPU, reads a value of a tensor."""
+    """Times that Python waits for the device; on the CPU, where nothing waits, calls of ``item``."""
     device_us: float | None
     """Kernels on a GPU together; None on the CPU."""
     idle_us: float | None

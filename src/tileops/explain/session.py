@@ -19,7 +19,7 @@ from tileops.explain.model import Call, Report
 __all__ = ["explain", "explain_into", "explaining"]
 
 _REPEATS = 3
-"""Of a measured call: times are medians, the whole is the last one's."""
+"""Of a measured call: times are medians."""
 
 
 @contextlib.contextmanager
@@ -28,7 +28,7 @@ def explaining(title: str = "", *, measure: bool = False) -> Iterator[Report]:
 
     The report is filled when the block ends, also by an exception. Caches are the user's own, so
     what was compiled before the block shows only where it is compiled again. ``measure=True`` runs
-    the block under torch's profiler and reports the last call that compiled nothing.
+    the block under torch's profiler and reports the median call that compiled nothing.
     """
     report = Report(title=title)
     profile = None
@@ -54,7 +54,7 @@ def _explaining(report: Report, cuda_graphs: bool | None) -> Iterator[list[Event
         with events.listening():
             yield events.seen
     finally:
-        assemble(report, events.seen, events.recorded, cuda_graphs=cuda_graphs)
+        assemble(report, events, cuda_graphs=cuda_graphs)
 
 
 def explain(
@@ -132,7 +132,9 @@ def explain_into(
             for given in (args, *then):
                 started, before = time.perf_counter(), len(seen)
                 result = call(given, kwargs)
-                calls.append((time.perf_counter() - started, {each.place for each in seen[before:]}))
+                calls.append(
+                    (time.perf_counter() - started, {each.place for each in seen[before:]})
+                )
                 report.result = result if given is args else report.result
         report.calls = [
             Call(name, seconds, [one.id for one in report.compilations if one.id in places])

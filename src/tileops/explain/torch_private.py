@@ -22,8 +22,8 @@ import torch
 __all__ = [
     "CUDAGRAPHS", "FUSION", "POST_FUSION", "TRACE", "TRACE_CALL", "TRACE_SOURCE", "Profile", "Span",
     "compile_place", "compiled_times", "computed_table", "generated_names", "is_torch_file", "key_set",
-    "limit", "memory_gbps", "node_stacks", "on_autotune", "profiled", "recompiled_frame", "redispatch",
-    "span", "tapped", "untouched",
+    "library", "limit", "memory_gbps", "node_stacks", "on_autotune", "profiled", "recompiled_frame",
+    "redispatch", "span", "tapped", "untouched",
 ]  # fmt: skip
 
 TRACE = "torch.__trace"
@@ -173,12 +173,12 @@ def computed_table(operator: str) -> str | None:
         return None
 
 
-def key_set(device: str, *, gradient: bool) -> Any:
-    """The keys that a plain tensor of this device brings to a call, less what threads exclude."""
+def key_set(device: str, *, functional: bool = False) -> Any:
+    """The keys that a plain tensor of this device brings to a call, less what threads exclude.
+    ``functional``: a tensor wrapped for the time in which torch makes a graph functional."""
     backend = torch._C._dispatch_key_for_device(device)
     names = [backend, "ADInplaceOrView", f"Autograd{backend}", f"Autocast{backend}"]
-    if not gradient:  # inference tensors bring neither
-        names = [name for name in names if not name.startswith(("ADInplace", "Autograd"))]
+    names += ["Functionalize"] if functional else []
     keys = None
     for name in names:
         try:
@@ -257,6 +257,12 @@ def generated_names(path: str) -> dict[str, Any] | None:
     cache = sys.modules.get("torch._inductor.codecache")
     loaded = getattr(getattr(cache, "PyCodeCache", None), "modules", None) or ()
     return next((vars(each) for each in loaded if getattr(each, "__file__", None) == path), None)
+
+
+def library(path: str, kernel: str) -> str | None:
+    """The file with the machine code of a C++ kernel in the module at ``path``."""
+    module = getattr((generated_names(path) or {}).get(kernel), "__self__", None)
+    return getattr(module, "__file__", None)
 
 
 def memory_gbps() -> float | None:

@@ -11,25 +11,26 @@ from tileops.engine.record import Event as Recorded
 from tileops.explain import torch_private as private
 from tileops.explain.collect.capture import crossing, read_break, read_inlined, read_loops
 from tileops.explain.collect.dispatch import read_dispatch
-from tileops.explain.collect.events import Event
+from tileops.explain.collect.events import Event, Events
 from tileops.explain.collect.graphs import UserLines, read_graph
 from tileops.explain.collect.guards import read_guards, read_recompile
 from tileops.explain.collect.inductor import Lowered, read_inductor
 from tileops.explain.collect.measure import UNMEASURED
 from tileops.explain.collect.nodes import read_eager, read_nodes
 from tileops.explain.collect.normalise import STAGES, read_normalisation
-from tileops.explain.collect.run import read_caches, read_cuda_graphs, read_phases
+from tileops.explain.collect.run import read_caches, read_cuda_graphs, read_own_caches, read_phases
 from tileops.explain.model import Compilation, Graph, Line, Report, Unknown
 
 _RESUME = re.compile(r"^torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line>\d+)$")
 
 
-def assemble(
-    report: Report, events: list[Event], recorded: list[Recorded], *, cuda_graphs: bool | None
-) -> None:
+def assemble(report: Report, heard: Events, *, cuda_graphs: bool | None) -> None:
     """Fill ``report`` with what was seen."""
-    groups = _by_compilation(events)
+    recorded = heard.recorded
+    groups = _by_compilation(heard.seen)
     pieces = [(_compilation(group, cuda_graphs), group) for group in groups]
+    for one, group in pieces:
+        one.caches = read_caches(group, one, heard.started)
     known = [(one, group) for one, group in pieces if one.capture or one.breaks or one.error]
     report.compilations = [one for one, _ in known]
     _after_breaks(report.compilations)
@@ -42,9 +43,9 @@ def assemble(
         g for one in report.compilations if one.normalisation for g in one.normalisation.graphs
     ]
     captured = [one.capture for one in report.compilations if one.capture]
-    gradient = any(g.stage == "joint" for g in graphs)
-    report.dispatch = read_dispatch([*captured, *graphs], gradient=gradient)
+    report.dispatch = read_dispatch([*captured, *graphs])
     report.eager_ops = read_eager(recorded, report.compilations)
+    report.caches = read_own_caches(recorded)
     report.sources = _sources(report)
     report.unknown = _unknown(report)
 
@@ -122,7 +123,6 @@ def _compilation(events: list[Event], cuda_graphs: bool | None) -> Compilation:
         made = [_graph(STAGES[kind], event, lines) for kind, event in stages.items()]
         one.normalisation = read_normalisation(made, one.capture)
     _lowered(one, events, lines)
-    one.caches = read_caches(events)
     one.phases = read_phases(events)
     gpu = one.capture is not None and any(
         (node.device or "").startswith("cuda") for node in one.capture.nodes
@@ -225,6 +225,9 @@ def _sources(report: Report) -> dict[str, str]:
 def _unknown(report: Report) -> list[Unknown]:
     lowered = [each for one in report.compilations for each in one.inductor]
     found = []
+    if not report.compilations:
+        why = "no call compiled: compiled before, or no tensor work, or torch.compile is disabled"
+        found.append(Unknown("every stage", why))
     if any(each.kernels and each.unfused is None for each in lowered):
         why = (
             "the code came from a cache: nothing was scheduled or timed. Explain with a cold cache."
@@ -233,6 +236,9 @@ def _unknown(report: Report) -> list[Unknown]:
     if report.compilations:
         why = "no run was measured: ask for it by measure=True"
         found.append(Unknown(UNMEASURED, why))
+    if any(kernel.language == "triton" for each in lowered for kernel in each.kernels):
+        why = "torch does not tell whether Triton's own cache had it"
+        found.append(Unknown("cache of the machine code of Triton kernels", why))
     if any(entry.visited is None for entry in report.dispatch):
         found.append(Unknown("dispatch tables", "torch has no table for an operator"))
     if any(one.cuda_graphs and one.cuda_graphs.used is None for one in report.compilations):

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +48,7 @@ class Events:
     def __init__(self) -> None:
         self.seen: list[Event] = []
         self.recorded: list[Recorded] = []
+        self.started = time.time()
         self._lock = threading.Lock()
         self._end_autotune: Callable[[], None] | None = None
 

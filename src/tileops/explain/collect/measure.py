@@ -117,10 +117,10 @@ def attach(report: Report, plain: Profile, marked: Profile | None = None) -> Non
         why = "no measured call ran compiled code without compiling"
         report.unknown.append(Unknown(UNMEASURED, why))
         return
-    last = calls[-1]
+    middle = sorted(calls, key=lambda call: call.us)[len(calls) // 2]
     timeline = _Timeline(nodes, plain.device)
-    inside = [node for node in nodes if _covers(last, node)]
-    report.measured = _measured(last, inside, timeline)
+    inside = [node for node in nodes if _covers(middle, node)]
+    report.measured = _measured(middle, inside, timeline)
     for one in report.compilations:
         _lookup(one, inside)
         for each in one.breaks:
@@ -134,7 +134,8 @@ def attach(report: Report, plain: Profile, marked: Profile | None = None) -> Non
         if own and lowered.key is not None:
             lowered.run = _run(own, timeline)
             _kernels(lowered, [node for node in timed if _key(node) == lowered.key], timeline)
-    if not any(kernel.time_us is not None for each in _lowered(report) for kernel in each.kernels):
+    kernels = [kernel for each in _lowered(report) for kernel in each.kernels]
+    if kernels and all(kernel.time_us is None for kernel in kernels):
         why = "the profile has no spans of kernels"
         report.unknown.append(Unknown("time of each kernel", why))
 
@@ -148,11 +149,15 @@ def _calls(nodes: list[_Node]) -> list[_Node]:
             if node.span.name.startswith(_REGION)
             and node.within(lambda name: name.startswith(_REGION)) is None
         ]  # fmt: skip
-    return [
-        call for call in made
-        if not any(_COMPILING in each.span.name for each in call.below())
-        and any(_is_compiled(each.span.name) for each in (call, *call.below()))
-    ]  # fmt: skip
+    compiled_at = [node.span.start for node in nodes if _COMPILING in node.span.name]
+    warm, before = [], 0.0
+    for call in made:
+        # In a user's loop the compiler runs ahead of the region that it made.
+        cold = any(before <= at < call.span.end for at in compiled_at)
+        if not cold and any(_is_compiled(each.span.name) for each in (call, *call.below())):
+            warm.append(call)
+        before = call.span.end
+    return warm
 
 
 def _is_compiled(name: str) -> bool:
@@ -238,18 +243,19 @@ def _break(one: Compilation, at: Break, inside: list[_Node]) -> None:
     if not regions or len(one.breaks) != 1:
         return
     on_gpu = any(node.span.kernels for node in inside)
-    waits, gaps = 0, []
+    waits, gaps, launches = 0, [], 0
     for region in regions:
         own = [
             n for n in region.below() if n.within(lambda name: name.startswith(_REGION)) is region
         ]
         outside = [n for n in own if n.within(lambda name: bool(_GRAPH.match(name))) is None]
         waits += sum(_synchronizes(node, on_gpu) for node in outside)
+        launches += sum(node.span.name.startswith(_REGION) for node in own)
         ends = [node.span.end for node in own if _GRAPH.match(node.span.name)]
         looks = [node.span.start for node in own if node.span.name == _LOOKUP]
         if ends and looks and looks[0] >= ends[-1]:
             gaps.append(looks[0] - ends[-1])
-    at.synchronizations = waits
+    at.synchronizations, at.extra_launches = waits, launches
     at.python_us = sum(gaps) if gaps else None
 
 

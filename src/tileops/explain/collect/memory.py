@@ -26,7 +26,9 @@ class Memory:
         self._bytes = {node.name: node.bytes for node in graph.nodes if node.dtype is not None}
         self._width = {node.name: _width_of(node) for node in graph.nodes}
         self._storage: dict[str, str] = {}
-        """The buffer that a living name stands for."""
+        """Whose memory a living name stands for."""
+        self._memory: dict[str, str] = {}
+        """The same of every buffer."""
         self._parts: dict[str, list[str]] = {}
         """Results of a library's call by the name it was given."""
         self._called: dict[str, str] = {}
@@ -52,8 +54,12 @@ class Memory:
         elif isinstance(statement, ast.Return) and statement.value is not None:
             left = {node.id for node in ast.walk(statement.value) if isinstance(node, ast.Name)}
             kept = {self._storage[name] for name in left if name in self._storage}
-            for buffer in self.buffers:
-                buffer.kept = buffer.kept or buffer.name in kept
+            for buffer in reversed(
+                self.buffers
+            ):  # the last that has the memory is what is returned
+                if (memory := self._memory[buffer.name]) in kept:
+                    kept.remove(memory)
+                    buffer.kept = True
         elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
             call = statement.value
             if ast.unparse(call.func) == "assert_size_stride" and isinstance(
@@ -99,12 +105,13 @@ class Memory:
             return
         if source in map(ast.unparse, dies):
             self.buffers.append(Buffer(name, self._bytes[name], old))
+            self._memory[name] = old
         self._storage[name] = old
 
     def _made(self, name: str, size: int | None, pool: str | None, *, alone: bool = True) -> None:
         self._bytes[name] = size
         self.buffers.append(Buffer(name, size, pool))
-        self._storage[name] = name if alone else (pool or name)
+        self._storage[name] = self._memory[name] = name if alone else (pool or name)
         living = set(self._storage.values())
         sizes = [each.bytes for each in self.buffers if each.name in living]
         now = None if any(size is None for size in sizes) else sum(size or 0 for size in sizes)
