@@ -1,0 +1,316 @@
+"""A report as one self-contained page: no network, nothing to install, folded until it is read."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+from markupsafe import Markup
+
+from tileops.explain.model import (
+    Break,
+    Compilation,
+    Dispatch,
+    Graph,
+    Guard,
+    Inductor,
+    Inlined,
+    Kept,
+    Kernel,
+    Line,
+    Loop,
+    Node,
+    OpNode,
+    Report,
+)
+from tileops.explain.views.terminal import size
+
+__all__ = ["render"]
+
+_AROUND = 3
+"""Lines of source that stay in view beside one that has something to tell."""
+_FILE = re.compile(r"^\s*# File: (?P<file>.+?):(?P<number>\d+) in ")
+_ASSIGNED = re.compile(r"^(?P<indent>\s*)(?P<name>\w+)(?=(?:: \".*?\")? = )")
+_WORD = re.compile(r"[A-Za-z_]\w*")
+
+Piece = tuple[str, str | None]
+"""Text, and the anchor that it leads to."""
+
+
+def render(report: Report) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("tileops.explain.views", "page"),
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters.update(size=size, plural=_plural, seconds=_seconds, told=_told)
+    script, style = _asset(environment, "page.js"), _asset(environment, "page.css")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return environment.get_template("page.html").render(
+        report=report, page=Page(report), script=script, style=style, digest=digest
+    )
+
+
+def _asset(environment: jinja2.Environment, name: str) -> Markup:
+    """Ours, and so trusted: everything else in the page is escaped."""
+    loader = environment.loader
+    assert loader is not None
+    return Markup(loader.get_source(environment, name)[0])  # noqa: S704
+
+
+# ---- words ---------------------------------------------------------------------------------------
+
+
+def _plural(number: int, name: str) -> str:
+    ending = "" if number == 1 else "es" if name.endswith("ch") else "s"
+    return f"{number:,} {name}{ending}"
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "unknown"
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{1e3 * seconds:.0f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.1f} µs"
+
+
+def _times(number: int | None) -> str:
+    return "unknown times" if number is None else _plural(number, "time")
+
+
+def _told(value: Any) -> str:
+    """Any of JSON's values, for a reader."""
+    if value is None:
+        return "unknown"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict) and value.keys() == {"index", "end", "step"}:
+        return f"{value['index']} to {value['end']} by {value['step']}"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_told(each)}" for name, each in value.items())
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_told, value))}]"
+    return str(value)
+
+
+# ---- what stands where ---------------------------------------------------------------------------
+
+
+@dataclass
+class About:
+    """What became of one line of source."""
+
+    captured: list[tuple[int, Node]] = field(default_factory=list)
+    lowered: list[tuple[int, str, Node]] = field(default_factory=list)
+    kernels: list[tuple[str, Kernel]] = field(default_factory=list)
+    breaks: list[tuple[str, Break]] = field(default_factory=list)
+    inlined: list[Inlined] = field(default_factory=list)
+    loops: list[Loop] = field(default_factory=list)
+    saved: list[Kept] = field(default_factory=list)
+    recomputed: list[Kept] = field(default_factory=list)
+    guards: list[tuple[str, Guard]] = field(default_factory=list)
+    ops: list[tuple[str, OpNode]] = field(default_factory=list)
+
+
+class Chip(NamedTuple):
+    """A link, or only a name where the page has nothing more of it."""
+
+    anchor: str | None
+    name: str
+    note: str = ""
+
+
+@dataclass
+class Row:
+    """A line of source, or many in a row that have nothing to tell."""
+
+    number: int
+    text: str
+    about: About | None = None
+    folded: list[tuple[int, str]] = field(default_factory=list)
+
+
+class Page:
+    """Anchors of everything in a report, and the links between them."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+        self._files = {file: i for i, file in enumerate(report.sources)}
+        self._lengths = {f: len(text.splitlines()) for f, text in report.sources.items()}
+        self._about: dict[tuple[str, int], About] = {}
+        self._kernels: dict[tuple[int, str, str], list[tuple[str, Kernel]]] = {}
+        self._nodes: dict[tuple[int, str], set[str]] = {}
+        for i, one in enumerate(report.compilations):
+            self._compilation(i, one)
+
+    def _compilation(self, i: int, one: Compilation) -> None:
+        for graph in self.graphs(one):
+            self._nodes[i, graph.stage] = {node.name for node in graph.nodes}
+            for node in graph.nodes:
+                if about := self._of(node.line):
+                    if graph.stage == "capture":
+                        about.captured.append((i, node))
+                    elif graph.stage != "joint":  # forward and backward have its nodes
+                        about.lowered.append((i, graph.stage, node))
+        for j, lowered in enumerate(one.inductor):
+            for k, kernel in enumerate(lowered.kernels):
+                placed = (f"k{i}-{j}-{k}", kernel)
+                for name in kernel.nodes or ():
+                    self._kernels.setdefault((i, lowered.stage, name), []).append(placed)
+                for line in kernel.lines:
+                    if about := self._of(line):
+                        about.kernels.append(placed)
+        partition = one.normalisation.partition if one.normalisation else None
+        self._each("breaks", one.breaks, f"b{i}-")
+        self._each("guards", one.guards.guards if one.guards else (), f"g{i}-")
+        self._each("ops", one.ops, f"o{i}-")
+        self._each("inlined", one.inlined or ())
+        self._each("loops", one.loops or ())
+        self._each("saved", partition.saved if partition else ())
+        self._each("recomputed", partition.recomputed if partition else ())
+
+    def _each(self, name: str, found: Any, anchor: str = "") -> None:
+        for k, each in enumerate(found):
+            if about := self._of(each.at):
+                getattr(about, name).append((f"{anchor}{k}", each) if anchor else each)
+
+    def _of(self, line: Line | None) -> About | None:
+        if line is None or not self.line(line):
+            return None
+        return self._about.setdefault((line.file, line.number), About())
+
+    # Anchors; None where the page has no such thing.
+
+    def line(self, line: Line | None) -> str | None:
+        if line is None or not 1 <= line.number <= self._lengths.get(line.file, 0):
+            return None
+        return f"l{self._files[line.file]}-{line.number}"
+
+    def node(self, i: int, stage: str, name: str) -> str | None:
+        return f"n{i}-{stage}-{name}" if name in self._nodes.get((i, stage), ()) else None
+
+    # Links.
+
+    def kernels(self, i: int, stage: str, node: Node) -> list[tuple[str, Kernel]]:
+        """Those that compute an ATen node; for a captured one those of its line."""
+        if stage != "capture":
+            return self._kernels.get((i, stage, node.name), [])
+        about = self._about.get((node.line.file, node.line.number)) if node.line else None
+        return [each for each in about.kernels if each[0].startswith(f"k{i}-")] if about else []
+
+    def arguments(self, i: int, stage: str, node: Node) -> list[Piece]:
+        """The arguments as written, each node in them leading to its row."""
+        pieces: list[Piece] = []
+        end = 0
+        for word in _WORD.finditer(node.args):
+            if word[0] in node.inputs and (anchor := self.node(i, stage, word[0])):
+                pieces += [(node.args[end : word.start()], None), (word[0], anchor)]
+                end = word.end()
+        return [*pieces, (node.args[end:], None)]
+
+    def code(self, i: int, graph: Graph) -> list[list[Piece]]:
+        """Lines of a graph's code; those that name the user's file lead there, others to nodes."""
+        lines: list[list[Piece]] = []
+        for text in graph.code.splitlines():
+            if match := _FILE.match(text):
+                at = Line(match["file"], int(match["number"]))
+                lines.append([(text, self.line(at))])
+            elif match := _ASSIGNED.match(text):
+                rest = text[match.end() :]
+                anchor = self.node(i, graph.stage, match["name"])
+                lines.append([(match["indent"], None), (match["name"], anchor), (rest, None)])
+            else:
+                lines.append([(text, None)])
+        return lines
+
+    def became(self, about: About) -> list[tuple[str, list[Chip]]]:
+        """What to tell of a line: titles, each with links and a note to each link."""
+        stages = Counter(stage for _, stage, _ in about.lowered)
+        return [
+            ("Graph break", [Chip(a, each.kind, each.reason) for a, each in about.breaks]),
+            ("Loop", [Chip(None, "unrolled", _times(each.times)) for each in about.loops]),
+            ("Inlined", [Chip(None, each.function, _times(each.times)) for each in about.inlined]),
+            ("Captured", [self._chip(i, "capture", node) for i, node in about.captured]),
+            ("Operators", [Chip(anchor, each.op, each.kernel or "") for anchor, each in about.ops]),
+            *(
+                (f"ATen, {name}", [self._chip(i, name, n) for i, s, n in about.lowered if s == name])
+                for name in stages
+            ),
+            ("Kernels", [Chip(anchor, each.name, each.kind) for anchor, each in about.kernels]),
+            ("Saved for backward", [Chip(None, k.name, size(k.bytes)) for k in about.saved]),
+            ("Computed again", [Chip(None, k.name, size(k.bytes)) for k in about.recomputed]),
+            ("Guards", [Chip(anchor, each.source or each.kind, each.kind) for anchor, each in about.guards]),
+        ]  # fmt: skip
+
+    def _chip(self, i: int, stage: str, node: Node) -> Chip:
+        return Chip(self.node(i, stage, node.name), node.name, node.target)
+
+    # Order and grouping.
+
+    @staticmethod
+    def graphs(one: Compilation) -> list[Graph]:
+        made = one.normalisation.graphs if one.normalisation else []
+        return [*([one.capture] if one.capture else []), *made]
+
+    def listing(self, file: str) -> list[Row]:
+        """The file's lines; long stretches that have nothing to tell are one row."""
+        texts = self.report.sources[file].splitlines()
+        rows = [Row(n, text, self._about.get((file, n))) for n, text in enumerate(texts, 1)]
+        told = [row.number for row in rows if row.about]
+        near = {n for number in told for n in range(number - _AROUND, number + _AROUND + 1)}
+        listed: list[Row] = []
+        for row in rows:
+            if row.number in near or not told:
+                listed.append(row)
+            elif listed and listed[-1].folded:
+                listed[-1].folded.append((row.number, row.text))
+            else:
+                listed.append(Row(row.number, "", folded=[(row.number, row.text)]))
+        return listed
+
+    @staticmethod
+    def table(dispatch: Dispatch) -> list[tuple[str, str | None, list[str]]]:
+        """Keys that the same registration serves, in the table's order."""
+        served: dict[tuple[str, str | None], list[str]] = {}
+        for entry in dispatch.table:
+            served.setdefault((entry.kernel, entry.registered_at), []).append(entry.key)
+        return [(kernel, where, keys) for (kernel, where), keys in served.items()]
+
+    @staticmethod
+    def groups(guards: list[Guard]) -> dict[str, list[tuple[int, Guard]]]:
+        grouped: dict[str, list[tuple[int, Guard]]] = {}
+        for k, guard in enumerate(guards):
+            grouped.setdefault(guard.group, []).append((k, guard))
+        return grouped
+
+    @staticmethod
+    def operations(graph: Graph) -> int:
+        return sum(node.opcode.startswith("call") for node in graph.nodes)
+
+    @staticmethod
+    def apart(one: Compilation) -> list[tuple[int, str, int]]:
+        """Where neighbours did not fuse: which graph, its stage, how many pairs."""
+        counts = [(j, each.stage, len(each.unfused or ())) for j, each in enumerate(one.inductor)]
+        return [each for each in counts if each[2]]
+
+    @staticmethod
+    def kinds(lowered: Inductor) -> str:
+        counts = Counter(kernel.kind for kernel in lowered.kernels)
+        return ", ".join(f"{number} {kind}" for kind, number in counts.items())
+
+    @property
+    def launches(self) -> int:
+        return sum(len(each.kernels) for one in self.report.compilations for each in one.inductor)
+
+    @property
+    def seconds(self) -> float:
+        return sum(phase.seconds for one in self.report.compilations for phase in one.phases)
+
+    @staticmethod
+    def short(file: str) -> str:
+        return Path(file).name
