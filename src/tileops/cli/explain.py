@@ -50,6 +50,7 @@ def add_command(commands: Any) -> None:
         "--fail-on", metavar="WHAT", type=_conditions, default=(),
         help=f"exit with 1 where there is any of these: {','.join(_CONDITIONS)}",
     )  # fmt: skip
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write one self-contained page")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the data; - prints it")
     parser.set_defaults(run=_explain)
 
@@ -74,6 +75,8 @@ def _explain(options: argparse.Namespace) -> int:
         target, *inputs, backend=options.backend, mode=options.mode, dynamic=options.dynamic,
         training=options.training,
     )  # fmt: skip
+    if options.html:
+        report.to_html(options.html)
     if options.json and str(options.json) == "-":
         print(report.to_json(indent=1))
     else:

@@ -25,6 +25,7 @@ from tileops.explain.model import (
     Kernel,
     Line,
     Loop,
+    NearMiss,
     Node,
     OpNode,
     Report,
@@ -48,7 +49,8 @@ def render(report: Report) -> str:
         loader=jinja2.PackageLoader("tileops.explain.views", "page"),
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters.update(size=size, plural=_plural, seconds=_seconds, told=_told)
+    environment.filters.update(size=size, plural=_plural, told=_told, percent=_percent)
+    environment.filters.update(seconds=_seconds, micros=_micros)
     script, style = _asset(environment, "page.js"), _asset(environment, "page.css")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return environment.get_template("page.html").render(
@@ -74,9 +76,17 @@ def _plural(number: int, name: str) -> str:
 def _seconds(seconds: float | None) -> str:
     if seconds is None:
         return "unknown"
-    if seconds >= 1:
-        return f"{seconds:.1f} s"
-    return f"{1e3 * seconds:.0f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.1f} µs"
+    number, unit = (seconds, "s") if seconds >= 1 else (1e3 * seconds, "ms")
+    number, unit = (1e6 * seconds, "µs") if seconds < 1e-3 else (number, unit)
+    return f"{number:.0f} {unit}" if number >= 100 else f"{number:.1f} {unit}"
+
+
+def _micros(micros: float | None, otherwise: str = "unknown") -> str:
+    return otherwise if micros is None else _seconds(micros / 1e6)
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.0f} %"
 
 
 def _times(number: int | None) -> str:
@@ -115,6 +125,7 @@ class About:
     recomputed: list[Kept] = field(default_factory=list)
     guards: list[tuple[str, Guard]] = field(default_factory=list)
     ops: list[tuple[str, OpNode]] = field(default_factory=list)
+    near: list[tuple[str, NearMiss]] = field(default_factory=list)
 
 
 class Chip(NamedTuple):
@@ -144,14 +155,14 @@ class Page:
         self._lengths = {f: len(text.splitlines()) for f, text in report.sources.items()}
         self._about: dict[tuple[str, int], About] = {}
         self._kernels: dict[tuple[int, str, str], list[tuple[str, Kernel]]] = {}
-        self._nodes: dict[tuple[int, str], set[str]] = {}
+        self._nodes: dict[tuple[int, str, str], str] = {}
         for i, one in enumerate(report.compilations):
             self._compilation(i, one)
 
     def _compilation(self, i: int, one: Compilation) -> None:
-        for graph in self.graphs(one):
-            self._nodes[i, graph.stage] = {node.name for node in graph.nodes}
-            for node in graph.nodes:
+        for g, graph in self.graphs(one):
+            for k, node in enumerate(graph.nodes):
+                self._nodes.setdefault((i, graph.stage, node.name), f"n{i}-{g}-{k}")
                 if about := self._of(node.line):
                     if graph.stage == "capture":
                         about.captured.append((i, node))
@@ -169,6 +180,7 @@ class Page:
         self._each("breaks", one.breaks, f"b{i}-")
         self._each("guards", one.guards.guards if one.guards else (), f"g{i}-")
         self._each("ops", one.ops, f"o{i}-")
+        self._each("near", one.near_misses, f"m{i}-")
         self._each("inlined", one.inlined or ())
         self._each("loops", one.loops or ())
         self._each("saved", partition.saved if partition else ())
@@ -192,7 +204,7 @@ class Page:
         return f"l{self._files[line.file]}-{line.number}"
 
     def node(self, i: int, stage: str, name: str) -> str | None:
-        return f"n{i}-{stage}-{name}" if name in self._nodes.get((i, stage), ()) else None
+        return self._nodes.get((i, stage, name))
 
     # Links.
 
@@ -244,6 +256,7 @@ class Page:
             ("Kernels", [Chip(anchor, each.name, each.kind) for anchor, each in about.kernels]),
             ("Saved for backward", [Chip(None, k.name, size(k.bytes)) for k in about.saved]),
             ("Computed again", [Chip(None, k.name, size(k.bytes)) for k in about.recomputed]),
+            ("Near misses", [Chip(anchor, each.op, each.reason) for anchor, each in about.near]),
             ("Guards", [Chip(anchor, each.source or each.kind, each.kind) for anchor, each in about.guards]),
         ]  # fmt: skip
 
@@ -253,9 +266,10 @@ class Page:
     # Order and grouping.
 
     @staticmethod
-    def graphs(one: Compilation) -> list[Graph]:
-        made = one.normalisation.graphs if one.normalisation else []
-        return [*([one.capture] if one.capture else []), *made]
+    def graphs(one: Compilation) -> list[tuple[int, Graph]]:
+        """With their numbers in anchors: the captured graph has 0."""
+        made = enumerate(one.normalisation.graphs if one.normalisation else (), 1)
+        return [*([(0, one.capture)] if one.capture else []), *made]
 
     def listing(self, file: str) -> list[Row]:
         """The file's lines; long stretches that have nothing to tell are one row."""
@@ -291,6 +305,16 @@ class Page:
     @staticmethod
     def operations(graph: Graph) -> int:
         return sum(node.opcode.startswith("call") for node in graph.nodes)
+
+    @property
+    def breaks(self) -> list[tuple[Break, list[str]]]:
+        """Each place that breaks, with an anchor for each compilation that met it."""
+        places: dict[Any, tuple[Break, list[str]]] = {}
+        for i, one in enumerate(self.report.compilations):
+            for k, each in enumerate(one.breaks):
+                place = (each.kind, each.at and (each.at.file, each.at.number))
+                places.setdefault(place, (each, []))[1].append(f"b{i}-{k}")
+        return list(places.values())
 
     @staticmethod
     def apart(one: Compilation) -> list[tuple[int, str, int]]:

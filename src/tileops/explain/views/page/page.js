@@ -134,7 +134,7 @@ function search() {
 
   const build = () => [...document.querySelectorAll("[data-find]")].map((element) => {
     const text = element.textContent.replace(/\s+/g, " ").trim();
-    return { element, kind: element.dataset.find, name: element.dataset.name, text, low: text.toLowerCase(), lowName: element.dataset.name.toLowerCase() };
+    return { element, of: element.dataset.of || "", kind: element.dataset.find, name: element.dataset.name, text, low: text.toLowerCase(), lowName: element.dataset.name.toLowerCase() };
   });
 
   const find = (words) => {
@@ -142,14 +142,15 @@ function search() {
     for (const each of index) {
       if (!words.every((word) => each.low.includes(word) || each.lowName.includes(word) || each.kind.includes(word))) continue;
       const rank = each.lowName === words[0] ? 0 : each.lowName.startsWith(words[0]) ? 1 : each.lowName.includes(words[0]) ? 2 : 3;
-      found.push([rank, each]);
+      found.push([2 * rank + each.of.startsWith("joint"), each]);  // the joint graph repeats the others
     }
     return found.sort((a, b) => a[0] - b[0]).map((pair) => pair[1]);
   };
 
   const excerpt = (each, word) => {
-    const from = Math.max(0, each.low.indexOf(word) - 30);
-    return (from ? "… " : "") + each.text.slice(from, from + 140);
+    const start = each.text.startsWith(each.name) ? each.name.length : 0;
+    const from = Math.max(start, each.low.indexOf(word, start) - 30);
+    return each.of + (each.of && ": ") + (from > start ? "… " : "") + each.text.slice(from, from + 140);
   };
 
   const close = () => {
