@@ -77,7 +77,7 @@ def test_headings_nest():
 
 # Shown where the report is about its line, or where it says something new.
 HIDDEN = re.compile(
-    r"Line\.(text|function)»$|Line\.file»$|Node\.(args|opcode|target|device|inputs|stride)»$|Group\.nodes»$"
+    r"Line\.(text|function)»$|Line\.file»$|Node\.(args|opcode|target|device|inputs|stride)»$|Group\.(nodes|parts)»$"
     r"|Break\.crossing Node|Node\.line|Compilation\.ops OpNode\.fused_into»$"
 )
 
@@ -110,12 +110,13 @@ def test_line_leads_to_node_and_kernel_and_back():
 
 def test_long_stretches_are_folded():
     report = reports.small()
-    report.sources = {reports.FILE: "\n" * 4 + reports.SOURCE.split("\n", 4)[4] + "\n" * 90}
+    report.sources = {reports.FILE: reports.SOURCE + "\n" * 90}
     page = view.Page(report)
     rows = page.listing(reports.FILE)
     folded = [row for row in rows if row.folded]
-    assert [(row.folded[0][0], row.folded[-1][0]) for row in folded] == [(11, 97)]
-    assert [row.number for row in rows if row.about] == [4, 5, 6, 7][1:]
+    assert [(row.folded[0][0], row.folded[-1][0]) for row in folded] == [(12, 97)]
+    assert [row.number for row in rows if row.about] == [5, 6, 7]
+    assert [row.number for row in rows] == list(range(1, 13))
 
 
 def test_dispatch_table_groups_keys():
@@ -143,7 +144,7 @@ def test_facts_of_a_real_report(tmp_path):
     assert f"golden.py:{number}" in words
     assert 'print("between")' in words
     assert report.breaks[0].advice in words
-    assert "2 graphs" in words and "1 break" in words and "0 recompilations" in words
+    assert re.search(r"\b2 ?graphs 1 ?break 0 ?recompilations\b", words)
     assert "The inference graph" in words
 
 

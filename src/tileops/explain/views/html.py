@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import re
 from collections import Counter
 from dataclasses import dataclass, field
@@ -34,8 +35,10 @@ from tileops.explain.views.terminal import size
 
 __all__ = ["render"]
 
-_AROUND = 3
+_AROUND = 4
 """Lines of source that stay in view beside one that has something to tell."""
+_FOLDED = 4
+"""Fewer lines with nothing to tell are not worth folding."""
 _FILE = re.compile(r"^\s*# File: (?P<file>.+?):(?P<number>\d+) in ")
 _ASSIGNED = re.compile(r"^(?P<indent>\s*)(?P<name>\w+)(?=(?:: \".*?\")? = )")
 _WORD = re.compile(r"[A-Za-z_]\w*")
@@ -278,13 +281,13 @@ class Page:
         told = [row.number for row in rows if row.about]
         near = {n for number in told for n in range(number - _AROUND, number + _AROUND + 1)}
         listed: list[Row] = []
-        for row in rows:
-            if row.number in near or not told:
-                listed.append(row)
-            elif listed and listed[-1].folded:
-                listed[-1].folded.append((row.number, row.text))
+        for shown, stretch in itertools.groupby(rows, lambda row: not told or row.number in near):
+            many = list(stretch)
+            if shown or len(many) < _FOLDED:
+                listed += many
             else:
-                listed.append(Row(row.number, "", folded=[(row.number, row.text)]))
+                folded = [(row.number, row.text) for row in many]
+                listed.append(Row(many[0].number, "", folded=folded))
         return listed
 
     @staticmethod
