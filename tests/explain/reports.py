@@ -10,8 +10,20 @@ from typing import Any
 
 from tileops.explain import model
 from tileops.explain.model import (
-    Break, Compilation, Graph, Group, Guard, Guards, Inductor, Kernel, Line, Node, Normalisation, Phase,
-    Report, Unfused,
+    Break,
+    Compilation,
+    Graph,
+    Group,
+    Guard,
+    Guards,
+    Inductor,
+    Kernel,
+    Line,
+    Node,
+    Normalisation,
+    Phase,
+    Report,
+    Unfused,
 )  # fmt: skip
 
 FILE = "/home/user/model.py"
@@ -38,9 +50,7 @@ def at(number: int, file: str = FILE, source: str = SOURCE) -> Line:
 
 
 def node(name: str, target: str, args: str, inputs: list[str], line: Line | None) -> Node:
-    return Node(
-        name, "call_function", target, args, inputs, line, "f32", [4, 4], [4, 1], "cpu", 64
-    )
+    return Node(name, "call_function", target, args, inputs, line, "f32", [4, 4], [4, 1], "cpu", 64)
 
 
 def small() -> Report:

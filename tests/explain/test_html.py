@@ -69,7 +69,9 @@ def test_well_formed_and_alone(make):
 def test_headings_nest():
     for report in (reports.small(), reports.filled(Report)):
         levels = [
-            int(tag[1]) for tag, _ in Reader(view.render(report)).elements if re.fullmatch(r"h\d", tag)
+            int(tag[1])
+            for tag, _ in Reader(view.render(report)).elements
+            if re.fullmatch(r"h\d", tag)
         ]
         assert levels[0] == 1
         assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
@@ -121,7 +123,11 @@ def test_long_stretches_are_folded():
 
 def test_dispatch_table_groups_keys():
     entry = tileops.explain.model.DispatchEntry
-    keys = [entry("CPU", "kernel", "a"), entry("CUDA", "kernel", "a"), entry("Meta", "fallthrough", None)]
+    keys = [
+        entry("CPU", "kernel", "a"),
+        entry("CUDA", "kernel", "a"),
+        entry("Meta", "fallthrough", None),
+    ]
     table = view.Page.table(tileops.explain.model.Dispatch("aten.add", keys, None))
     assert table == [("kernel", "a", ["CPU", "CUDA"]), ("fallthrough", None, ["Meta"])]
 
@@ -169,11 +175,16 @@ def luminance(colour: str) -> float:
 def test_colours_contrast():
     """4.5 is what WCAG's level AA asks of text."""
     style = Path(view.__file__).with_name("page").joinpath("page.css").read_text()
-    pairs = {m[1]: (m[2], m[3]) for m in re.finditer(r"--(\w[\w-]*): light-dark\((#\w{6}), (#\w{6})\)", style)}
+    pairs = {
+        m[1]: (m[2], m[3])
+        for m in re.finditer(r"--(\w[\w-]*): light-dark\((#\w{6}), (#\w{6})\)", style)
+    }
     grounds = {"paper": "ink soft accent attend", "raised": "ink soft accent attend keyword string number",
                "wash": "ink soft accent", "attend-wash": "ink soft accent attend"}  # fmt: skip
     for ground, inks in grounds.items():
         for theme in (0, 1):
             for ink in inks.split():
-                light, dark = sorted((luminance(pairs[ink][theme]), luminance(pairs[ground][theme])))[::-1]
+                light, dark = sorted(
+                    (luminance(pairs[ink][theme]), luminance(pairs[ground][theme]))
+                )[::-1]
                 assert (light + 0.05) / (dark + 0.05) >= 4.5, (ink, ground, theme)

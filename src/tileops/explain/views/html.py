@@ -65,7 +65,7 @@ def _asset(environment: jinja2.Environment, name: str) -> Markup:
     """Ours, and so trusted: everything else in the page is escaped."""
     loader = environment.loader
     assert loader is not None
-    return Markup(loader.get_source(environment, name)[0])  # noqa: S704
+    return Markup(loader.get_source(environment, name)[0])
 
 
 # ---- words ---------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ class Page:
             ("Saved for backward", [Chip(None, k.name, size(k.bytes)) for k in about.saved]),
             ("Computed again", [Chip(None, k.name, size(k.bytes)) for k in about.recomputed]),
             ("Near misses", [Chip(anchor, each.op, each.reason) for anchor, each in about.near]),
-            ("Guards", [Chip(anchor, each.source or each.kind, each.kind) for anchor, each in about.guards]),
+            ("Guards", [Chip(a, each.source or each.kind, each.kind) for a, each in about.guards]),
         ]  # fmt: skip
 
     def _chip(self, i: int, stage: str, node: Node) -> Chip:

@@ -134,13 +134,13 @@ function search() {
 
   const build = () => [...document.querySelectorAll("[data-find]")].map((element) => {
     const text = element.textContent.replace(/\s+/g, " ").trim();
-    return { element, of: element.dataset.of || "", kind: element.dataset.find, name: element.dataset.name, text, low: text.toLowerCase(), lowName: element.dataset.name.toLowerCase() };
+    return { element, of: element.dataset.of || "", where: [element.dataset.find, element.dataset.of || ""].join(" "), kind: element.dataset.find, name: element.dataset.name, text, low: text.toLowerCase(), lowName: element.dataset.name.toLowerCase() };
   });
 
   const find = (words) => {
     const found = [];
     for (const each of index) {
-      if (!words.every((word) => each.low.includes(word) || each.lowName.includes(word) || each.kind.includes(word))) continue;
+      if (!words.every((word) => each.low.includes(word) || each.lowName.includes(word) || each.where.includes(word))) continue;
       const rank = each.lowName === words[0] ? 0 : each.lowName.startsWith(words[0]) ? 1 : each.lowName.includes(words[0]) ? 2 : 3;
       found.push([2 * rank + each.of.startsWith("joint"), each]);  // the joint graph repeats the others
     }
