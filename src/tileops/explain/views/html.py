@@ -43,6 +43,8 @@ _FILE = re.compile(r"^\s*# File: (?P<file>.+?):(?P<number>\d+) in ")
 _ASSIGNED = re.compile(r"^(?P<indent>\s*)(?P<name>\w+)(?=(?:: \".*?\")? = )")
 _WORD = re.compile(r"[A-Za-z_]\w*")
 
+_UNKNOWN = Markup('<span class="unknown">unknown</span>')
+
 Piece = tuple[str, str | None]
 """Text, and the anchor that it leads to."""
 
@@ -52,7 +54,7 @@ def render(report: Report) -> str:
         loader=jinja2.PackageLoader("tileops.explain.views", "page"),
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters.update(size=size, plural=_plural, told=_told, percent=_percent)
+    environment.filters.update(size=_bytes, plural=_plural, told=_told, percent=_percent)
     environment.filters.update(seconds=_seconds, micros=_micros)
     script, style = _asset(environment, "page.js"), _asset(environment, "page.css")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -76,16 +78,18 @@ def _plural(number: int, name: str) -> str:
     return f"{number:,} {name}{ending}"
 
 
-def _seconds(seconds: float | None) -> str:
-    if seconds is None:
-        return "unknown"
+def _seconds(seconds: float) -> str:
     number, unit = (seconds, "s") if seconds >= 1 else (1e3 * seconds, "ms")
     number, unit = (1e6 * seconds, "µs") if seconds < 1e-3 else (number, unit)
     return f"{number:.0f} {unit}" if number >= 100 else f"{number:.1f} {unit}"
 
 
-def _micros(micros: float | None, otherwise: str = "unknown") -> str:
+def _micros(micros: float | None, otherwise: str = _UNKNOWN) -> str:
     return otherwise if micros is None else _seconds(micros / 1e6)
+
+
+def _bytes(count: int | None) -> str:
+    return _UNKNOWN if count is None else size(count)
 
 
 def _percent(fraction: float) -> str:
@@ -98,6 +102,10 @@ def _times(number: int | None) -> str:
 
 def _told(value: Any) -> str:
     """Any of JSON's values, for a reader."""
+    return _UNKNOWN if value is None else _worded(value)
+
+
+def _worded(value: Any) -> str:
     if value is None:
         return "unknown"
     if isinstance(value, bool):
@@ -105,9 +113,9 @@ def _told(value: Any) -> str:
     if isinstance(value, dict) and value.keys() == {"index", "end", "step"}:
         return f"{value['index']} to {value['end']} by {value['step']}"
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_told(each)}" for name, each in value.items())
+        return ", ".join(f"{name} {_worded(each)}" for name, each in value.items())
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_told, value))}]"
+        return f"[{', '.join(map(_worded, value))}]"
     return str(value)
 
 
@@ -116,11 +124,12 @@ def _told(value: Any) -> str:
 
 @dataclass
 class About:
-    """What became of one line of source."""
+    """What became of one line of source in one compilation."""
 
-    captured: list[tuple[int, Node]] = field(default_factory=list)
-    lowered: list[tuple[int, str, Node]] = field(default_factory=list)
-    kernels: list[tuple[str, Kernel]] = field(default_factory=list)
+    nodes: dict[str, list[Node]] = field(default_factory=dict)
+    """Of each graph but the joint one, which forward and backward share out."""
+    kernels: list[tuple[str, str, Kernel]] = field(default_factory=list)
+    """With their anchors and stages."""
     breaks: list[tuple[str, Break]] = field(default_factory=list)
     inlined: list[Inlined] = field(default_factory=list)
     loops: list[Loop] = field(default_factory=list)
@@ -145,7 +154,8 @@ class Row:
 
     number: int
     text: str
-    about: About | None = None
+    about: dict[int, About] = field(default_factory=dict)
+    """By the number of the compilation."""
     folded: list[tuple[int, str]] = field(default_factory=list)
 
 
@@ -156,7 +166,7 @@ class Page:
         self.report = report
         self._files = {file: i for i, file in enumerate(report.sources)}
         self._lengths = {f: len(text.splitlines()) for f, text in report.sources.items()}
-        self._about: dict[tuple[str, int], About] = {}
+        self._about: dict[tuple[str, int], dict[int, About]] = {}
         self._kernels: dict[tuple[int, str, str], list[tuple[str, Kernel]]] = {}
         self._nodes: dict[tuple[int, str, str], str] = {}
         for i, one in enumerate(report.compilations):
@@ -166,38 +176,35 @@ class Page:
         for g, graph in self.graphs(one):
             for k, node in enumerate(graph.nodes):
                 self._nodes.setdefault((i, graph.stage, node.name), f"n{i}-{g}-{k}")
-                if about := self._of(node.line):
-                    if graph.stage == "capture":
-                        about.captured.append((i, node))
-                    elif graph.stage != "joint":  # forward and backward have its nodes
-                        about.lowered.append((i, graph.stage, node))
+                if graph.stage != "joint" and (about := self._of(i, node.line)):
+                    about.nodes.setdefault(graph.stage, []).append(node)
         for j, lowered in enumerate(one.inductor):
             for k, kernel in enumerate(lowered.kernels):
                 placed = (f"k{i}-{j}-{k}", kernel)
                 for name in kernel.nodes or ():
                     self._kernels.setdefault((i, lowered.stage, name), []).append(placed)
                 for line in kernel.lines:
-                    if about := self._of(line):
-                        about.kernels.append(placed)
+                    if about := self._of(i, line):
+                        about.kernels.append((placed[0], lowered.stage, kernel))
         partition = one.normalisation.partition if one.normalisation else None
-        self._each("breaks", one.breaks, f"b{i}-")
-        self._each("guards", one.guards.guards if one.guards else (), f"g{i}-")
-        self._each("ops", one.ops, f"o{i}-")
-        self._each("near", one.near_misses, f"m{i}-")
-        self._each("inlined", one.inlined or ())
-        self._each("loops", one.loops or ())
-        self._each("saved", partition.saved if partition else ())
-        self._each("recomputed", partition.recomputed if partition else ())
+        self._each(i, "breaks", one.breaks, f"b{i}-")
+        self._each(i, "guards", one.guards.guards if one.guards else (), f"g{i}-")
+        self._each(i, "ops", one.ops, f"o{i}-")
+        self._each(i, "near", one.near_misses, f"m{i}-")
+        self._each(i, "inlined", one.inlined or ())
+        self._each(i, "loops", one.loops or ())
+        self._each(i, "saved", partition.saved if partition else ())
+        self._each(i, "recomputed", partition.recomputed if partition else ())
 
-    def _each(self, name: str, found: Any, anchor: str = "") -> None:
+    def _each(self, i: int, name: str, found: Any, anchor: str = "") -> None:
         for k, each in enumerate(found):
-            if about := self._of(each.at):
+            if about := self._of(i, each.at):
                 getattr(about, name).append((f"{anchor}{k}", each) if anchor else each)
 
-    def _of(self, line: Line | None) -> About | None:
+    def _of(self, i: int, line: Line | None) -> About | None:
         if line is None or not self.line(line):
             return None
-        return self._about.setdefault((line.file, line.number), About())
+        return self._about.setdefault((line.file, line.number), {}).setdefault(i, About())
 
     # Anchors; None where the page has no such thing.
 
@@ -215,8 +222,8 @@ class Page:
         """Those that compute an ATen node; for a captured one those of its line."""
         if stage != "capture":
             return self._kernels.get((i, stage, node.name), [])
-        about = self._about.get((node.line.file, node.line.number)) if node.line else None
-        return [each for each in about.kernels if each[0].startswith(f"k{i}-")] if about else []
+        about = self._of(i, node.line)
+        return [(anchor, kernel) for anchor, _, kernel in about.kernels] if about else []
 
     def arguments(self, i: int, stage: str, node: Node) -> list[Piece]:
         """The arguments as written, each node in them leading to its row."""
@@ -243,28 +250,38 @@ class Page:
                 lines.append([(text, None)])
         return lines
 
-    def became(self, about: About) -> list[tuple[str, list[Chip]]]:
+    @staticmethod
+    def margin(row: Row) -> list[str]:
+        """What stands beside a line: counts over all compilations."""
+        abouts = row.about.values()
+        times = [loop.times for about in abouts for loop in about.loops]
+        nodes = sum(len(about.nodes.get("capture", ())) for about in abouts)
+        kernels = sum(len(about.kernels) for about in abouts)
+        guards = sum(len(about.guards) for about in abouts)
+        told = ["break"] if any(about.breaks for about in abouts) else []
+        told += dict.fromkeys("unrolled" if each is None else f"×{each}" for each in times)
+        told += [_plural(nodes, "node")] if nodes else []
+        told += [_plural(kernels, "kernel")] if kernels else []
+        return told or ([_plural(guards, "guard")] if guards else [])
+
+    def became(self, i: int, about: About) -> list[tuple[str, list[Chip]]]:
         """What to tell of a line: titles, each with links and a note to each link."""
-        stages = Counter(stage for _, stage, _ in about.lowered)
         return [
             ("Graph break", [Chip(a, each.kind, each.reason) for a, each in about.breaks]),
             ("Loop", [Chip(None, "unrolled", _times(each.times)) for each in about.loops]),
             ("Inlined", [Chip(None, each.function, _times(each.times)) for each in about.inlined]),
-            ("Captured", [self._chip(i, "capture", node) for i, node in about.captured]),
             ("Operators", [Chip(anchor, each.op, each.kernel or "") for anchor, each in about.ops]),
             *(
-                (f"ATen, {name}", [self._chip(i, name, n) for i, s, n in about.lowered if s == name])
-                for name in stages
+                ("Captured" if stage == "capture" else f"ATen, {stage}",
+                 [Chip(self.node(i, stage, node.name), node.name, node.target) for node in nodes])
+                for stage, nodes in about.nodes.items()
             ),
-            ("Kernels", [Chip(anchor, each.name, each.kind) for anchor, each in about.kernels]),
+            ("Kernels", [Chip(a, each.name, f"{each.kind}, {stage}") for a, stage, each in about.kernels]),
             ("Saved for backward", [Chip(None, k.name, size(k.bytes)) for k in about.saved]),
             ("Computed again", [Chip(None, k.name, size(k.bytes)) for k in about.recomputed]),
             ("Near misses", [Chip(anchor, each.op, each.reason) for anchor, each in about.near]),
             ("Guards", [Chip(a, each.source or each.kind, each.kind) for a, each in about.guards]),
         ]  # fmt: skip
-
-    def _chip(self, i: int, stage: str, node: Node) -> Chip:
-        return Chip(self.node(i, stage, node.name), node.name, node.target)
 
     # Order and grouping.
 
@@ -277,7 +294,7 @@ class Page:
     def listing(self, file: str) -> list[Row]:
         """The file's lines; long stretches that have nothing to tell are one row."""
         texts = self.report.sources[file].splitlines()
-        rows = [Row(n, text, self._about.get((file, n))) for n, text in enumerate(texts, 1)]
+        rows = [Row(n, text, self._about.get((file, n), {})) for n, text in enumerate(texts, 1)]
         told = [row.number for row in rows if row.about]
         near = {n for number in told for n in range(number - _AROUND, number + _AROUND + 1)}
         listed: list[Row] = []
@@ -292,16 +309,19 @@ class Page:
 
     @staticmethod
     def table(dispatch: Dispatch) -> list[tuple[str, str | None, list[str]]]:
-        """Keys that the same registration serves, in the table's order."""
+        """Keys that the same registration serves; what a call meets comes first."""
         served: dict[tuple[str, str | None], list[str]] = {}
         for entry in dispatch.table:
             served.setdefault((entry.kernel, entry.registered_at), []).append(entry.key)
-        return [(kernel, where, keys) for (kernel, where), keys in served.items()]
+        met = {step.key: place for place, step in enumerate(dispatch.visited or ())}
+        rows = [(kernel, where, keys) for (kernel, where), keys in served.items()]
+        return sorted(rows, key=lambda row: min(met.get(key, len(met)) for key in row[2]))
 
     @staticmethod
     def groups(guards: list[Guard]) -> dict[str, list[tuple[int, Guard]]]:
+        """By group; those whose meaning is known come first."""
         grouped: dict[str, list[tuple[int, Guard]]] = {}
-        for k, guard in enumerate(guards):
+        for k, guard in sorted(enumerate(guards), key=lambda each: not each[1].properties):
             grouped.setdefault(guard.group, []).append((k, guard))
         return grouped
 
