@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -100,6 +101,14 @@ def _times(number: int | None) -> str:
     return "unknown times" if number is None else _plural(number, "time")
 
 
+def _together(found: Iterable[tuple[str, str | None, str]]) -> list[Chip]:
+    """Anchors and names that have their note in common."""
+    same: dict[str, Chip] = {}
+    for note, anchor, name in found:
+        same.setdefault(note, Chip([], note)).names.append((anchor, name))
+    return list(same.values())
+
+
 def _told(value: Any) -> str:
     """Any of JSON's values, for a reader."""
     return _UNKNOWN if value is None else _worded(value)
@@ -141,10 +150,9 @@ class About:
 
 
 class Chip(NamedTuple):
-    """A link, or only a name where the page has nothing more of it."""
+    """Things of one kind that are told together: each has a name, and an anchor if the page has more."""
 
-    anchor: str | None
-    name: str
+    names: list[tuple[str | None, str]]
     note: str = ""
 
 
@@ -265,23 +273,35 @@ class Page:
         return told or ([_plural(guards, "guard")] if guards else [])
 
     def became(self, i: int, about: About) -> list[tuple[str, list[Chip]]]:
-        """What to tell of a line: titles, each with links and a note to each link."""
-        return [
-            ("Graph break", [Chip(a, each.kind, each.reason) for a, each in about.breaks]),
-            ("Loop", [Chip(None, "unrolled", _times(each.times)) for each in about.loops]),
-            ("Inlined", [Chip(None, each.function, _times(each.times)) for each in about.inlined]),
-            ("Operators", [Chip(anchor, each.op, each.kernel or "") for anchor, each in about.ops]),
-            *(
-                ("Captured" if stage == "capture" else f"ATen, {stage}",
-                 [Chip(self.node(i, stage, node.name), node.name, node.target) for node in nodes])
-                for stage, nodes in about.nodes.items()
-            ),
-            ("Kernels", [Chip(a, each.name, f"{each.kind}, {stage}") for a, stage, each in about.kernels]),
-            ("Saved for backward", [Chip(None, k.name, size(k.bytes)) for k in about.saved]),
-            ("Computed again", [Chip(None, k.name, size(k.bytes)) for k in about.recomputed]),
-            ("Near misses", [Chip(anchor, each.op, each.reason) for anchor, each in about.near]),
-            ("Guards", [Chip(a, each.source or each.kind, each.kind) for a, each in about.guards]),
+        """What to tell of a line: titles, each with what stands under it."""
+        graphs = [
+            ("Captured" if stage == "capture" else f"ATen, {stage}",
+             _together((node.target, self.node(i, stage, node.name), node.name) for node in nodes))
+            for stage, nodes in about.nodes.items()
         ]  # fmt: skip
+        launches: dict[tuple[str, str], list[tuple[str | None, str]]] = {}
+        for anchor, stage, kernel in about.kernels:
+            same = launches.setdefault((kernel.name, f"{kernel.kind}, {stage}"), [])
+            same.append((anchor, str(len(same) + 1) if same else kernel.name))
+        guards = _together(
+            (each.source or each.kind, anchor, each.kind) for anchor, each in about.guards
+        )
+        return [
+            ("Graph break", [Chip([(a, each.kind)], each.reason) for a, each in about.breaks]),
+            ("Loop", [Chip([(None, "unrolled")], _times(each.times)) for each in about.loops]),
+            ("Inlined", [Chip([(None, each.function)], _times(each.times)) for each in about.inlined]),
+            ("Operators", [Chip([(a, each.op)], each.kernel or "") for a, each in about.ops]),
+            *graphs,
+            ("Kernels", [Chip(names, note) for (_, note), names in launches.items()]),
+            ("Saved for backward", [self._kept(i, "forward", each) for each in about.saved]),
+            ("Computed again", [self._kept(i, "backward", each) for each in about.recomputed]),
+            ("Near misses", [Chip([(a, each.op)], each.reason) for a, each in about.near]),
+            ("Guards", [Chip([(a, each.note)], _plural(len(each.names), "guard"))
+                        for each in guards for a, _ in each.names[:1]]),
+        ]  # fmt: skip
+
+    def _kept(self, i: int, stage: str, kept: Kept) -> Chip:
+        return Chip([(self.node(i, stage, kept.name), kept.name)], size(kept.bytes))
 
     # Order and grouping.
 
