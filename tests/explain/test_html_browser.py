@@ -237,8 +237,9 @@ def test_code_is_coloured(visit):
 
 
 @pytest.mark.parametrize("width", [390, 1440])
-def test_fits_its_width(visit, width):
-    page = visit(reports.filled(Report), viewport={"width": width, "height": 844})
+@pytest.mark.parametrize("make", [lambda: reports.filled(Report), reports.hostile])
+def test_fits_its_width(visit, width, make):
+    page = visit(make(), viewport={"width": width, "height": 844})
     page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
     assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
 
@@ -254,12 +255,11 @@ def test_prints(visit):
 # ---- who cannot see it ---------------------------------------------------------------------------
 
 UNNAMED = """() => {
-    const name = (e) => e.getAttribute('aria-label')
-        || (e.getAttribute('aria-labelledby') && document.getElementById(e.getAttribute('aria-labelledby')).textContent)
-        || (e.localName === 'table' ? e.caption?.textContent : e.textContent);
-    const all = 'a, button, input, summary, nav, section, table, [role], [tabindex="0"]';
-    return [...document.querySelectorAll(all)].filter((e) => !['announce'].includes(e.id) && !name(e)?.trim())
-        .map((e) => e.outerHTML.slice(0, 200));
+    const spoken = (e) => ['a', 'button', 'summary'].includes(e.localName) ? e.textContent : '';
+    const name = (e) => e.getAttribute('aria-label') || spoken(e) || (e.localName === 'table' && e.caption?.textContent)
+        || document.getElementById(e.getAttribute('aria-labelledby'))?.textContent;
+    const all = 'a, button, input, summary, nav, section, table, [role]:not([role=status]), [tabindex="0"]';
+    return [...document.querySelectorAll(all)].filter((e) => !name(e)?.trim()).map((e) => e.outerHTML.slice(0, 200));
 }"""
 
 
