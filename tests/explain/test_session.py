@@ -207,6 +207,18 @@ def test_terminal(capsys):
     assert max(map(len, shown.splitlines())) <= 100
 
 
+def test_terminal_shows_the_stages_that_are_asked_for(capsys):
+    report = tileops.explain(golden.prints, torch.randn(4, 4), backend="aot_eager")
+    report.show("aten", width=100)
+    shown = capsys.readouterr().out
+    assert "2 graphs, 1 break" in shown
+    assert "ATen: operations" in shown
+    assert "Capture" not in shown
+    assert "Guards" not in shown
+    with pytest.raises(ValueError, match="'fusion'.*breaks"):
+        report.show("fusion")
+
+
 @pytest.mark.slow
 def test_overhead():
     """At most twice the work of a plain compilation, in CPU time of this process and of the

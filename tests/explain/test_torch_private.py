@@ -73,9 +73,10 @@ def test_recompiled_frame():
     with private.tapped({private.TRACE: take}):
         compiled(torch.randn(4), 2)
         compiled(torch.randn(4), 3)
-    ((names, module),) = found
+    ((names, module, code),) = found
     assert names["factor"] == 3
     assert module is golden.scaled.__globals__
+    assert code is golden.scaled.__code__
     assert private.recompiled_frame() is None
 
 

@@ -96,7 +96,8 @@ class Break:
     """A place where a graph ends and Python takes over."""
 
     kind: str
-    """``print``, ``item``, ``branch``, ``builtin``, ``generator``, ``skipped``, ``other``"""
+    """``print``, ``item``, ``branch``, ``shape``: a size that depends on data, ``generator``, ``raise``,
+    ``backward``, ``asked``: by ``graph_break()``, ``builtin``, ``skipped``, ``other``"""
     reason: str
     at: Line | None
     stack: list[Line]
@@ -107,9 +108,10 @@ class Break:
     crossing: list[Node] | None = None
     """Tensors that leave the graph here, and so live in memory."""
     extra_launches: int | None = None
-    """Calls of compiled graphs that a call makes for this break."""
+    """Calls of compiled graphs that a call makes for this break; counted where it is measured."""
     synchronizations: int | None = None
-    """Times that a call waits here for the device; on the CPU, reads a value. Unknown unless measured."""
+    """Times that a call waits here for the device; on the CPU, where nothing waits, calls of ``item``.
+    Unknown unless measured."""
     python_us: float | None = None
     """From the end of the graph to the search for the next one, in one call. Unknown unless measured."""
 
@@ -365,11 +367,11 @@ class Report:
     def to_json(self, indent: int | None = None) -> str:
         return json.dumps(self.plain(), indent=indent)
 
-    def show(self, *, width: int | None = None) -> None:
-        """Print it for a terminal."""
+    def show(self, *stages: str, width: int | None = None) -> None:
+        """Print it for a terminal: all, or the summary and ``stages`` such as ``"breaks"``."""
         from tileops.explain.views.terminal import render
 
-        print(render(self, width=width))
+        print(render(self, *stages, width=width))
 
     def to_html(self, path: str | Path) -> None:
         """Write one self-contained page."""

@@ -100,6 +100,8 @@ class Inductor:
     candidates: list[Candidate] | None
     code: str
     path: str | None
+    key: str | None = None
+    """Of Inductor's cache."""
     peak_bytes: int | None = None
     """Of its buffers, at the moment when most of them live; unknown with symbolic sizes."""
     run: GraphRun | None = None
@@ -151,12 +153,12 @@ class Measured:
     """One warm call, watched by torch's profiler."""
 
     call_us: float
-    outside_us: float
-    """Of it outside compiled graphs: guards, wrappers, and Python at breaks."""
+    outside_us: float | None
+    """Of it outside Inductor's graphs: guards, wrappers, and Python at breaks."""
     graph_calls: int
     """Calls of compiled graphs."""
     synchronizations: int
-    """Times that Python waits for the device; on the CPU, reads a value of a tensor."""
+    """Times that Python waits for the device; on the CPU, where nothing waits, calls of ``item``."""
     device_us: float | None
     """Kernels on a GPU together; None on the CPU."""
     idle_us: float | None

@@ -10,17 +10,20 @@ import copy
 import functools
 import logging
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 __all__ = [
-    "CUDAGRAPHS", "FUSION", "POST_FUSION", "TRACE", "TRACE_CALL", "TRACE_SOURCE", "compile_place",
-    "compiled_times", "computed_table", "is_torch_file", "key_set", "limit", "node_stacks",
-    "on_autotune", "recompiled_frame", "redispatch", "tapped", "untouched",
+    "CUDAGRAPHS", "FUSION", "POST_FUSION", "TRACE", "TRACE_CALL", "TRACE_SOURCE", "Profile", "Span",
+    "compile_place", "compiled_times", "computed_table", "generated_names", "is_torch_file", "key_set",
+    "library", "limit", "memory_gbps", "node_stacks", "on_autotune", "profiled", "recompiled_frame",
+    "redispatch", "span", "tapped", "untouched",
 ]  # fmt: skip
 
 TRACE = "torch.__trace"
@@ -33,19 +36,24 @@ CUDAGRAPHS = "torch._inductor.cudagraph_utils.__cudagraphs"
 
 
 class _Tap(logging.Handler):
-    """Takes every record, and passes on those that would have been seen without it."""
+    """Takes every record of a logger, and passes on those that would have been seen without it."""
 
-    def __init__(self, logger: logging.Logger, take: Callable[[logging.LogRecord], None]) -> None:
+    def __init__(self, logger: logging.Logger) -> None:
         super().__init__(logging.DEBUG)
-        self.logger, self.take = logger, take
+        self.logger = logger
+        self.takers: list[Callable[[logging.LogRecord], None]] = []
         self.before = (logger.level, logger.propagate, list(logger.handlers))
         self.visible = logger.getEffectiveLevel()
+        logger.handlers[:] = [self]
+        logger.propagate = False
+        logger.setLevel(logging.DEBUG)
 
     def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self.take(record)
-        except Exception:  # noqa: BLE001  (a tap must never end the compilation it watches)
-            self.handleError(record)
+        for take in list(self.takers):
+            try:
+                take(record)
+            except Exception:  # noqa: BLE001  (a tap must never end the compilation it watches)
+                self.handleError(record)
         _, propagate, handlers = self.before
         if record.levelno < self.visible:
             return
@@ -55,26 +63,43 @@ class _Tap(logging.Handler):
         if propagate and self.logger.parent is not None:
             self.logger.parent.callHandlers(record)
 
+    def end(self) -> None:
+        """The logger as it was, and what others have added; as it is, where somebody reset it."""
+        if self not in self.logger.handlers:
+            return
+        level, propagate, handlers = self.before
+        added = [each for each in self.logger.handlers if each is not self]
+        self.logger.handlers[:] = handlers + added
+        self.logger.propagate = propagate
+        self.logger.setLevel(level)
+
+
+_taps: dict[str, _Tap] = {}
+_taps_lock = threading.Lock()
+
 
 @contextlib.contextmanager
 def tapped(names: dict[str, Callable[[logging.LogRecord], None]]) -> Iterator[None]:
-    """Listen to these loggers; afterwards they are as before, and others saw what they would have."""
-    taps = []
-    try:
+    """Listen to these loggers; afterwards they are as before, and others saw what they would have.
+
+    Sessions of several threads overlap in any order, so they share one tap of each logger.
+    """
+    with _taps_lock:
         for name, take in names.items():
-            logger = logging.getLogger(name)
-            tap = _Tap(logger, take)
-            taps.append(tap)
-            logger.handlers[:] = [tap]
-            logger.propagate = False
-            logger.setLevel(logging.DEBUG)
+            tap = _taps.get(name)
+            if tap is None or tap not in tap.logger.handlers:
+                tap = _taps[name] = _Tap(logging.getLogger(name))
+            tap.takers.append(take)
+    try:
         yield
     finally:
-        for tap in taps:
-            level, propagate, handlers = tap.before
-            tap.logger.handlers[:] = handlers
-            tap.logger.propagate = propagate
-            tap.logger.setLevel(level)
+        with _taps_lock:
+            for name, take in names.items():
+                tap = _taps.get(name)
+                if tap is not None:
+                    tap.takers[:] = [each for each in tap.takers if each is not take]
+                    if not tap.takers:
+                        _taps.pop(name).end()
 
 
 def compile_place() -> tuple[str, int] | None:
@@ -83,13 +108,14 @@ def compile_place() -> tuple[str, int] | None:
     return None if place is None else (str(place.compile_id), place.attempt)
 
 
-def recompiled_frame() -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Locals and globals of the user's call that a guard has just refused."""
+def recompiled_frame() -> tuple[dict[str, Any], dict[str, Any], types.CodeType] | None:
+    """Locals, globals and code of the user's call that a guard has just refused. Not its frame: that
+    is torch's own object, and gone after the check."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "get_and_maybe_log_recompilation_reasons":
             user = frame.f_locals.get("frame")
-            return None if user is None else (user.f_locals, user.f_globals)
+            return None if user is None else (user.f_locals, user.f_globals, user.f_code)
         frame = frame.f_back  # type: ignore[assignment]
     return None
 
@@ -172,17 +198,97 @@ def redispatch(keys: Any) -> Iterator[tuple[str, Any]]:
         keys = below
 
 
+# ---- a measured run ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something with a name that took time, in microseconds."""
+
+    name: str
+    start: float
+    end: float
+    thread: int = 0
+    kernels: tuple[tuple[str, float], ...] = ()
+    """Launched by it on a GPU, and how long each ran."""
+
+
+@dataclass
+class Profile:
+    host: list[Span] = field(default_factory=list)
+    device: list[Span] = field(default_factory=list)
+    """Kernels and copies on a GPU."""
+    why: str | None = None
+    """Why there is none."""
+
+
+@contextlib.contextmanager
+def profiled() -> Iterator[Profile]:
+    """What torch's profiler sees of the block, filled in when it ends."""
+    made = Profile()
+    if torch._C._autograd._profiler_enabled():
+        made.why = "another profiler of torch is running, and there can be one"
+        yield made
+        return
+    cuda = torch.cuda.is_available()
+    profiler = torch.autograd.profiler.profile(use_device="cuda" if cuda else None, use_kineto=cuda)
+    with profiler:
+        yield made
+    for event in profiler.function_events or ():
+        kernels = tuple((kernel.name, kernel.duration) for kernel in event.kernels)
+        span = Span(event.name, event.time_range.start, event.time_range.end, event.thread, kernels)
+        if event.device_type.name == "CPU":
+            made.host.append(span)
+        elif not getattr(event, "is_user_annotation", False):  # the echo of a span of the host
+            made.device.append(span)
+
+
+def span(name: str) -> contextlib.AbstractContextManager[Any]:
+    """Leaves a span in a profile, as cheaply as this torch can."""
+    fast = getattr(
+        torch._C._profiler, "_RecordFunctionFast", torch.autograd.profiler.record_function
+    )
+    made: contextlib.AbstractContextManager[Any] = fast(name)
+    return made
+
+
+def generated_names(path: str) -> dict[str, Any] | None:
+    """Names in the module that Inductor wrote to ``path``; None where torch no longer holds it."""
+    cache = sys.modules.get("torch._inductor.codecache")
+    loaded = getattr(getattr(cache, "PyCodeCache", None), "modules", None) or ()
+    return next((vars(each) for each in loaded if getattr(each, "__file__", None) == path), None)
+
+
+def library(path: str, kernel: str) -> str | None:
+    """The file with the machine code of a C++ kernel in the module at ``path``."""
+    module = getattr((generated_names(path) or {}).get(kernel), "__self__", None)
+    return getattr(module, "__file__", None)
+
+
+def memory_gbps() -> float | None:
+    """Of the current GPU's memory, from its clock and bus; both edges of the clock carry data."""
+    if not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_properties()
+    clock, width = getattr(found, "memory_clock_rate", 0), getattr(found, "memory_bus_width", 0)
+    return 2 * clock * 1e3 * width / 8 / 1e9 if clock and width else None
+
+
 # ---- caches and state ----------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def untouched(*, cpu: bool) -> Iterator[None]:
     """What the block compiles, and what torch learns by it, is gone afterwards. ``cpu``: it may
-    compile C++."""
-    if cpu:
-        _probe_processor()
-    with _private_disk(), _same_shapes_state(), _forgotten_code():
-        yield
+    compile C++. One block at a time: the cache's place is a variable of the process."""
+    with _alone:
+        if cpu:
+            _probe_processor()
+        with _private_disk(), _same_shapes_state(), _forgotten_code():
+            yield
+
+
+_alone = threading.RLock()
 
 
 def _probe_processor() -> None:
@@ -198,8 +304,16 @@ def _private_disk() -> Iterator[None]:
     """An empty cache directory meanwhile. Compiled C++ headers stay shared: torch keeps those apart."""
     from torch._inductor.utils import fresh_cache
 
-    with fresh_cache():
-        yield
+    failed = None
+    with (
+        fresh_cache()
+    ):  # which would leave its directory behind, and say so, if it saw an exception
+        try:
+            yield
+        except BaseException as error:  # noqa: BLE001
+            failed = error
+    if failed is not None:
+        raise failed
 
 
 @contextlib.contextmanager

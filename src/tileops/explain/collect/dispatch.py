@@ -11,6 +11,8 @@ from tileops.explain.model import Dispatch, DispatchEntry, DispatchStep, Graph
 _ROW = re.compile(
     r"^(?P<key>\w+): (?P<what>fallthrough |)registered at (?P<where>.+?) \[(?P<kind>[^\]]+)\]$"
 )
+_BUILD = re.compile(r"^/.*?/pytorch/(?=(?:aten|torch|build|c10)/)")
+"""Where the machine that built torch had its source."""
 
 
 def read_dispatch(graphs: list[Graph], *, gradient: bool) -> list[Dispatch]:
@@ -34,7 +36,7 @@ def _dispatch(name: str, device: str, gradient: bool) -> Dispatch:
     for row in table.splitlines():
         if match := _ROW.match(row.strip()):
             kernel = "fallthrough" if match["what"] else match["kind"]
-            entries.append(DispatchEntry(match["key"], kernel, match["where"]))
+            entries.append(DispatchEntry(match["key"], kernel, _BUILD.sub("", match["where"])))
     return Dispatch(name, entries, _visited(entries, device, gradient))
 
 
