@@ -32,7 +32,7 @@ from tileops.explain.model import (
     OpNode,
     Report,
 )
-from tileops.explain.views.terminal import size
+from tileops.explain.views.words import UNKNOWN, count, size
 
 __all__ = ["render"]
 
@@ -44,7 +44,7 @@ _FILE = re.compile(r"^\s*# File: (?P<file>.+?):(?P<number>\d+) in ")
 _ASSIGNED = re.compile(r"^(?P<indent>\s*)(?P<name>\w+)(?=(?:: \".*?\")? = )")
 _WORD = re.compile(r"[A-Za-z_]\w*")
 
-_UNKNOWN = Markup('<span class="unknown">unknown</span>')
+_UNKNOWN = Markup(f'<span class="unknown">{UNKNOWN}</span>')
 
 Piece = tuple[str, str | None]
 """Text, and the anchor that it leads to."""
@@ -55,7 +55,7 @@ def render(report: Report) -> str:
         loader=jinja2.PackageLoader("tileops.explain.views", "page"),
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters.update(size=_bytes, plural=_plural, told=_told, percent=_percent)
+    environment.filters.update(size=_bytes, plural=count, told=_told, percent=_percent)
     environment.filters.update(seconds=_seconds, micros=_micros)
     script, style = _asset(environment, "page.js"), _asset(environment, "page.css")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -74,11 +74,6 @@ def _asset(environment: jinja2.Environment, name: str) -> Markup:
 # ---- words ---------------------------------------------------------------------------------------
 
 
-def _plural(number: int, name: str) -> str:
-    ending = "" if number == 1 else "es" if name.endswith("ch") else "s"
-    return f"{number:,} {name}{ending}"
-
-
 def _seconds(seconds: float) -> str:
     number, unit = (seconds, "s") if seconds >= 1 else (1e3 * seconds, "ms")
     number, unit = (1e6 * seconds, "µs") if seconds < 1e-3 else (number, unit)
@@ -89,8 +84,8 @@ def _micros(micros: float | None, otherwise: str = _UNKNOWN) -> str:
     return otherwise if micros is None else _seconds(micros / 1e6)
 
 
-def _bytes(count: int | None) -> str:
-    return _UNKNOWN if count is None else size(count)
+def _bytes(number: int | None) -> str:
+    return _UNKNOWN if number is None else size(number)
 
 
 def _percent(fraction: float) -> str:
@@ -98,7 +93,7 @@ def _percent(fraction: float) -> str:
 
 
 def _times(number: int | None) -> str:
-    return "unknown times" if number is None else _plural(number, "time")
+    return f"{UNKNOWN} times" if number is None else count(number, "time")
 
 
 def _together(found: Iterable[tuple[str, str | None, str]]) -> list[Chip]:
@@ -116,7 +111,7 @@ def _told(value: Any) -> str:
 
 def _worded(value: Any) -> str:
     if value is None:
-        return "unknown"
+        return UNKNOWN
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, dict) and value.keys() == {"index", "end", "step"}:
@@ -268,9 +263,9 @@ class Page:
         guards = sum(len(about.guards) for about in abouts)
         told = ["break"] if any(about.breaks for about in abouts) else []
         told += dict.fromkeys("unrolled" if each is None else f"×{each}" for each in times)
-        told += [_plural(nodes, "node")] if nodes else []
-        told += [_plural(kernels, "kernel")] if kernels else []
-        return told or ([_plural(guards, "guard")] if guards else [])
+        told += [count(nodes, "node")] if nodes else []
+        told += [count(kernels, "kernel")] if kernels else []
+        return told or ([count(guards, "guard")] if guards else [])
 
     def became(self, i: int, about: About) -> list[tuple[str, list[Chip]]]:
         """What to tell of a line: titles, each with what stands under it."""
@@ -296,7 +291,7 @@ class Page:
             ("Saved for backward", [self._kept(i, "forward", each) for each in about.saved]),
             ("Computed again", [self._kept(i, "backward", each) for each in about.recomputed]),
             ("Near misses", [Chip([(a, each.op)], each.reason) for a, each in about.near]),
-            ("Guards", [Chip([(a, each.note)], _plural(len(each.names), "guard"))
+            ("Guards", [Chip([(a, each.note)], count(len(each.names), "guard"))
                         for each in guards for a, _ in each.names[:1]]),
         ]  # fmt: skip
 
@@ -369,6 +364,11 @@ class Page:
     def kinds(lowered: Inductor) -> str:
         counts = Counter(kernel.kind for kernel in lowered.kernels)
         return ", ".join(f"{number} {kind}" for kind, number in counts.items())
+
+    @staticmethod
+    def caches(one: Compilation) -> str:
+        outcomes = Counter(each.outcome for each in one.caches)
+        return ", ".join(count(number, outcome) for outcome, number in outcomes.items())
 
     @property
     def launches(self) -> int:
