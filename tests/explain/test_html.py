@@ -66,6 +66,11 @@ def test_well_formed_and_alone(make):
         assert set(read.all(name)) <= set(ids)
 
 
+def test_a_term_stands_before_what_is_said_of_it():
+    tags = [tag for tag, _ in Reader(view.render(reports.filled(Report))).elements if tag in ("dt", "dd")]
+    assert tags == ["dt", "dd"] * (len(tags) // 2)
+
+
 def test_headings_nest():
     for report in (reports.small(), reports.filled(Report)):
         levels = [
@@ -150,7 +155,7 @@ def test_facts_of_a_real_report(tmp_path):
     assert f"golden.py:{number}" in words
     assert 'print("between")' in words
     assert report.breaks[0].advice in words
-    assert re.search(r"\b2 ?graphs 1 ?break 0 ?recompilations\b", words)
+    assert re.search(r"\bgraphs ?2 break ?1 recompilations ?0\b", words)
     assert "The inference graph" in words
 
 
