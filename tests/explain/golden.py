@@ -101,3 +101,20 @@ def unrolls_and_prints(x):
         x = helper(x)
     print("after")
     return x + 1
+
+
+def writes_parts(x):
+    """Two writes to a temporary, by subscript and by operator: each has a functional form, no copy."""
+    y = x * 2
+    y[0] = 5
+    y += x
+    return y
+
+
+def bounded(x, y):
+    """``x`` has at most 64 rows here; the columns of ``y`` are a multiple of 4."""
+    if x.shape[0] > 64:
+        return x + 1
+    if y.shape[1] % 4 == 0:
+        return x * y.sum()
+    return x

@@ -128,6 +128,38 @@ def test_dynamic_size_is_a_range():
     assert any(isinstance(size, str) for size in report.graphs[0].nodes[-2].shape)
 
 
+def test_a_range_of_sizes():
+    x, y = torch.randn(6, 4), torch.randn(3, 8)
+    report = tileops.explain(golden.bounded, x, y, backend="eager", dynamic=True)
+    guards = report.compilations[0].guards.guards
+    ranges = {g.source: g.properties for g in guards if g.group == "shape" and g.properties}
+    assert ranges["L['x'].size()[0]"] == {"dimension": 0, "min": 2, "max": 64}
+    assert ranges["L['y'].size()[0]"] == {"dimension": 0, "min": 2}
+    (multiple,) = [g for g in guards if "% 4" in g.code]
+    assert (multiple.group, multiple.properties) == ("shape", {})
+    assert multiple.at.number == line_of(golden.bounded, "% 4")
+    (tensor,) = [g for g in guards if g.kind == "TENSOR_MATCH" and g.source == "L['x']"]
+    assert (tensor.properties["size"], tensor.properties["device"]) == ([None, None], "cpu")
+
+
+def test_limit_of_recompilations():
+    """Of three versions at most the fourth call finds no room, and runs uncompiled."""
+    with torch._dynamo.config.patch(recompile_limit=3), tileops.explaining() as report:
+        compiled = torch.compile(golden.scaled, backend="eager", dynamic=False)
+        for size in (2, 3, 4, 5, 6):
+            compiled(torch.ones(size), 2)
+    versions = [one.recompile for one in report.recompiles]
+    assert [(each.count, each.limit, each.gave_up) for each in versions] == [
+        (2, 3, False), (3, 3, False), (3, 3, True),
+    ]  # fmt: skip
+    refused = report.compilations[-1]
+    assert refused.function == "scaled"
+    assert refused.at.number == golden.scaled.__code__.co_firstlineno
+    assert "recompile" in refused.error
+    newest = versions[-1].failures[0]
+    assert (newest.property, newest.expected, newest.actual) == ("size[0]", "4", "5")
+
+
 # ---- normalisation -------------------------------------------------------------------------------
 
 AOT = "aot_eager_decomp_partition"
@@ -151,6 +183,18 @@ def test_write_to_a_temporary_leaves_none():
     made = report.compilations[0].normalisation
     assert made.copies == []
     assert [rewrite.copy for rewrite in made.rewrites] == [False]
+
+
+def test_writes_to_parts_are_functional():
+    report = tileops.explain(golden.writes_parts, torch.ones(4), backend=AOT)
+    made = report.compilations[0].normalisation
+    assert [rewrite.before for rewrite in made.rewrites] == ["y[0] = 5", "y += l_x_"]
+    forms = [" ".join(rewrite.after) for rewrite in made.rewrites]
+    assert "aten.select_scatter" in forms[0]
+    assert "aten.add.Tensor" in forms[1]
+    assert made.copies == []
+    targets = [node.target for node in report.graphs[0].nodes if node.opcode.startswith("call")]
+    assert targets == ["operator.mul", "operator.setitem", "operator.iadd"]
 
 
 def test_linear_decomposes():

@@ -32,7 +32,7 @@ def state_of_torch():
         "dynamo": torch._dynamo.config.get_config_copy(),
         "inductor": torch._inductor.config.get_config_copy(),
         "functorch": torch._functorch.config.get_config_copy(),
-        "environment": dict(os.environ),
+        "environment": {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"},
         "sizes": copy.deepcopy(pgo._CODE_STATE),
         "grad": torch.is_grad_enabled(),
         "random": torch.get_rng_state().tolist(),

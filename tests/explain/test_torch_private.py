@@ -90,12 +90,15 @@ def test_computed_table():
 
 
 def test_keys_and_redispatch():
-    keys = [key for key, _ in private.redispatch(private.key_set("cpu", gradient=True))]
-    assert keys == ["AutogradCPU", "ADInplaceOrView", "CPU"]
-    assert [k for k, _ in private.redispatch(private.key_set("cpu", gradient=False))] == ["CPU"]
+    def names(**more):
+        return [key for key, _ in private.redispatch(private.key_set("cpu", **more))]
+
+    assert names() == ["AutogradCPU", "ADInplaceOrView", "CPU"]
+    assert names(functional=True) == ["AutogradCPU", "ADInplaceOrView", "Functionalize", "CPU"]
     with torch.autocast("cpu"):
-        keys = [key for key, _ in private.redispatch(private.key_set("cpu", gradient=True))]
-    assert keys[0] == "AutocastCPU"
+        assert names()[0] == "AutocastCPU"
+    with torch.inference_mode():
+        assert names() == ["ADInplaceOrView", "CPU"]  # of a normal tensor: it can be written here
 
 
 def test_untouched_forgets_code():

@@ -194,7 +194,9 @@ class Dispatch:
     operator: str
     table: list[DispatchEntry]
     visited: list[DispatchStep] | None
-    """For a call with the arguments seen."""
+    """By a call with plain tensors of the device seen, in the modes of the thread."""
+    functional: list[DispatchStep] | None = None
+    """By a call with tensors that torch wraps to make a graph functional."""
 
 
 # ---- normalisation -------------------------------------------------------------------------------

@@ -173,12 +173,12 @@ def computed_table(operator: str) -> str | None:
         return None
 
 
-def key_set(device: str, *, gradient: bool) -> Any:
-    """The keys that a plain tensor of this device brings to a call, less what threads exclude."""
+def key_set(device: str, *, functional: bool = False) -> Any:
+    """The keys that a plain tensor of this device brings to a call, less what threads exclude.
+    ``functional``: a tensor wrapped for the time in which torch makes a graph functional."""
     backend = torch._C._dispatch_key_for_device(device)
     names = [backend, "ADInplaceOrView", f"Autograd{backend}", f"Autocast{backend}"]
-    if not gradient:  # inference tensors bring neither
-        names = [name for name in names if not name.startswith(("ADInplace", "Autograd"))]
+    names += ["Functionalize"] if functional else []
     keys = None
     for name in names:
         try:

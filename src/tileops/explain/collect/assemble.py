@@ -43,8 +43,7 @@ def assemble(report: Report, heard: Events, *, cuda_graphs: bool | None) -> None
         g for one in report.compilations if one.normalisation for g in one.normalisation.graphs
     ]
     captured = [one.capture for one in report.compilations if one.capture]
-    gradient = any(g.stage == "joint" for g in graphs)
-    report.dispatch = read_dispatch([*captured, *graphs], gradient=gradient)
+    report.dispatch = read_dispatch([*captured, *graphs])
     report.eager_ops = read_eager(recorded, report.compilations)
     report.caches = read_own_caches(recorded)
     report.sources = _sources(report)
