@@ -115,6 +115,32 @@ def test_line_leads_to_node_and_kernel_and_back():
         assert hrefs[anchor], anchor
 
 
+def test_unknown_is_said():
+    report = reports.small()
+    one = report.compilations[0]
+    one.loops = one.inlined = one.inductor[0].unfused = one.inductor[0].candidates = None
+    kernel = one.inductor[0].kernels[0]
+    kernel.nodes = kernel.groups = kernel.time_us = None
+    words = " ".join(Reader(view.render(report)).text.split())
+    for said in ("Loops that were unrolled:", "Functions that were inlined:", "computes", "time of a launch",
+                 "Fusion groups", "Neighbours that stayed apart", "Autotuning:", "Python between graphs"):  # fmt: skip
+        assert re.search(f"{said} ?unknown", words), said
+    known = reports.small()
+    for one in known.compilations:
+        one.loops = one.inlined = []
+    assert "unrolled: unknown" not in " ".join(Reader(view.render(known)).text.split())
+
+
+def test_kernels_of_a_node_without_a_line():
+    report = reports.small()
+    one = report.compilations[0]
+    one.normalisation.graphs[0].nodes[1].line = None
+    one.inductor[0].kernels *= 2
+    read = Reader(view.render(report))
+    assert "and 1 more" in read.text
+    assert "#None" not in read.all("href")
+
+
 def test_long_stretches_are_folded():
     report = reports.small()
     report.sources = {reports.FILE: reports.SOURCE + "\n" * 90}
