@@ -67,7 +67,11 @@ def test_well_formed_and_alone(make):
 
 
 def test_a_term_stands_before_what_is_said_of_it():
-    tags = [tag for tag, _ in Reader(view.render(reports.filled(Report))).elements if tag in ("dt", "dd")]
+    tags = [
+        tag
+        for tag, _ in Reader(view.render(reports.filled(Report))).elements
+        if tag in ("dt", "dd")
+    ]
     assert tags == ["dt", "dd"] * (len(tags) // 2)
 
 
