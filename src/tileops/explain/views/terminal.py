@@ -21,9 +21,9 @@ from tileops.explain.model import (
     Recompile,
     Report,
 )
-
-_UNKNOWN = "unknown"
-
+from tileops.explain.views.words import UNKNOWN as _UNKNOWN
+from tileops.explain.views.words import count as _count
+from tileops.explain.views.words import size
 
 STAGES = ("capture", "breaks", "guards", "dispatch", "aten", "inductor", "run", "ops")
 """What :func:`render` can be asked for, in the order in which it shows them."""
@@ -61,25 +61,9 @@ def _code(line: Line | None) -> str:
     return f"{_where(line)}  {line.text}" if line else _UNKNOWN
 
 
-def size(count: int | None) -> str:
-    """Bytes for a reader."""
-    if count is None:
-        return _UNKNOWN
-    units = ["B", "KiB", "MiB", "GiB"]
-    number = float(count)
-    while number >= 1024 and len(units) > 1:
-        number /= 1024
-        units.pop(0)
-    return f"{number:.0f} {units[0]}" if units[0] == "B" else f"{number:.1f} {units[0]}"
-
-
 def _first_line(text: str) -> str:
     """Torch goes on with stacks and advice about itself."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number} {name}{'' if number == 1 else 's'}"
 
 
 def _summary(report: Report) -> Iterable[str]:
@@ -88,7 +72,7 @@ def _summary(report: Report) -> Iterable[str]:
     yield (
         f"  {_count(len(report.graphs), 'graph')}, {_count(len(report.breaks), 'break')}, "
         f"{_count(len(report.recompiles), 'recompilation')}, {_count(len(kernels), 'kernel launch')}"
-    ).replace("launchs", "launches")
+    )
     for place, times in Counter(_code(each.at) for each in report.breaks).items():
         yield f"  break: {place}{f'  ({times} times)' if times > 1 else ''}"
     made = [one.normalisation for one in report.compilations if one.normalisation]
