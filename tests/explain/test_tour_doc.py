@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 
 import pytest
-import torch
 
 from tests.contract.fresh import ROOT
 from tests.explain import pages
@@ -63,5 +62,4 @@ def test_what_the_text_says_of_the_outputs(printed):
 
 
 if __name__ == "__main__":
-    assert torch.__version__.startswith("%d.%d." % pages.RELEASE), "the page is of another release"
     pages.write(PAGE)
