@@ -53,7 +53,10 @@ def test_prints_json(capsys):
         ([f"{golden.__file__}:whole", "--backend", "gcc"], "--backend 'gcc'; accepted are "),
         ([f"{golden.__file__}:whole", "--mode", "fast"], "--mode 'fast'; accepted are default, "),
         ([f"{golden.__file__}:whole", "--json", "no/folder/x"], "there is no folder 'no/folder'"),
-        ([f"{golden.__file__}:whole", "--html", "no/folder/x"], "--html 'no/folder/x': there is no folder"),
+        (
+            [f"{golden.__file__}:whole", "--html", "no/folder/x"],
+            "--html 'no/folder/x': there is no folder",
+        ),
     ],
 )
 def test_refuses(arguments, words, capsys):

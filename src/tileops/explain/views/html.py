@@ -104,6 +104,17 @@ def _together(found: Iterable[tuple[str, str | None, str]]) -> list[Chip]:
     return list(same.values())
 
 
+def _pieces(text: str, anchors: dict[str, str]) -> list[Piece]:
+    """The text, its words that have an anchor leading there."""
+    pieces: list[Piece] = []
+    end = 0
+    for word in _WORD.finditer(text):
+        if anchor := anchors.get(word[0]):
+            pieces += [(text[end : word.start()], None), (word[0], anchor)]
+            end = word.end()
+    return [*pieces, (text[end:], None)]
+
+
 def _told(value: Any) -> str:
     """Any of JSON's values, for a reader."""
     return _UNKNOWN if value is None else _worded(value)
@@ -230,13 +241,16 @@ class Page:
 
     def arguments(self, i: int, stage: str, node: Node) -> list[Piece]:
         """The arguments as written, each node in them leading to its row."""
-        pieces: list[Piece] = []
-        end = 0
-        for word in _WORD.finditer(node.args):
-            if word[0] in node.inputs and (anchor := self.node(i, stage, word[0])):
-                pieces += [(node.args[end : word.start()], None), (word[0], anchor)]
-                end = word.end()
-        return [*pieces, (node.args[end:], None)]
+        anchors = {name: anchor for name in node.inputs if (anchor := self.node(i, stage, name))}
+        return _pieces(node.args, anchors)
+
+    def fused(self, i: int, op: OpNode) -> list[Piece]:
+        """What it was fused into, as said, each kernel leading to it."""
+        lowered = enumerate(self.report.compilations[i].inductor)
+        named = [
+            (each.name, f"k{i}-{j}-{k}") for j, one in lowered for k, each in enumerate(one.kernels)
+        ]
+        return _pieces(op.fused_into or "", dict(reversed(named)))
 
     def code(self, i: int, graph: Graph) -> list[list[Piece]]:
         """Lines of a graph's code; those that name the user's file lead there, others to nodes."""
