@@ -257,7 +257,8 @@ class _Emitter:
     def _emitted(self, item: Input, sure: bool) -> bool:
         """Whether all that its check needs was known, if ``sure`` in every call; then it stands."""
         self.sure = sure
-        told = {other.dtype.text for other in (*self.told, item) if other.dtype is not None}
+        there = [other for other in self.told if not (sure and other.optional)]
+        told = {other.dtype.text for other in (*there, item) if other.dtype is not None}
         if item.dtype is not None and item.dtype.names & set(self.entry.dtypes) - told:
             return False
         lines, level, temporary = len(self.lines), self.level, self.temporary
