@@ -16,7 +16,10 @@ from torch.fx import Node
 
 from tileops.fusion.graph import fusable, tensors_of, value_of
 
-__all__ = ["ADVANTAGE", "OVERHEAD", "Estimate", "estimate", "slowly_wide"]
+__all__ = [
+    "ADVANTAGE", "EPILOGUE", "OVERHEAD", "Estimate", "Product", "epilogue_loses", "estimate",
+    "slowly_wide",
+]  # fmt: skip
 
 ADVANTAGE = {"cuda": {"pointwise": 0.0, "reduction": 0.1}}
 """By device and kind: the share of its bytes' time by which an own kernel beats Inductor's of the same
@@ -111,3 +114,54 @@ def slowly_wide(device: torch.device, inputs: list[Any], steps: list[Any]) -> bo
         and not given
         and any(t.dtype is wide for t in tensors_of(steps))
     )
+
+
+# ---- epilogues of products -----------------------------------------------------------------------
+
+EPILOGUE = {"cuda": (0.04, 160)}
+"""By device: the share of its time that a product loses in a kernel with an epilogue against the library's
+product, and floating-point operations in the time of a byte. Estimates until
+``python -m benchmarks.epilogue --device cuda`` has run. No other device has such a kernel: what follows a
+product there, Inductor fuses among itself."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product whose epilogue might move into it."""
+
+    device: str
+    result: torch.Tensor
+    depth: Any
+    near: bool
+    """Inductor would fuse what follows with the epilogue, which then moves the result all the same."""
+    kept: bool
+    """The preactivation is written too, for a gradient."""
+
+    @property
+    def saved(self) -> int:
+        """Bytes that are neither written nor read between product and epilogue."""
+        return _nbytes(self.result) * (1 if self.kept else 2)
+
+    @property
+    def lost(self) -> int:
+        """What the slower product costs, in bytes."""
+        share, intensity = EPILOGUE.get(self.device, (0.0, 1))
+        rows = _hint(self.result.numel()) // max(_hint(self.result.shape[-1]), 1)
+        columns, depth = _hint(self.result.shape[-1]), _hint(self.depth)
+        moved = (rows * depth + columns * depth) * self.result.dtype.itemsize
+        return int(share * max(2 * rows * columns * depth // intensity, moved))
+
+    def __str__(self) -> str:
+        return f"it saves {self.saved} bytes and loses {self.lost}"
+
+
+def epilogue_loses(product: Product, templates: bool) -> str:
+    """Why a product should not take its epilogue; '' where it should. ``templates``: Inductor times
+    kernels of its own for this product."""
+    if product.device not in EPILOGUE:
+        return f"on {product.device} Inductor's code for what follows a product is as fast"
+    if templates:
+        return "with max_autotune Inductor's templates take it"
+    if product.near:
+        return "Inductor fuses it with what follows"
+    return "" if product.saved >= product.lost else f"the library's product is faster: {product}"
