@@ -77,25 +77,22 @@ def epilogue_backward(
     bias: torch.Tensor | None,
     preactivation: torch.Tensor | None,
 ) -> Meaning:
-    """By autograd; where a preactivation is given, through it and not through the product's own value."""
+    """By autograd in two steps; where a preactivation is given, its slope is taken there."""
     a, b = a.double().requires_grad_(), b.double().requires_grad_()
     bias = None if bias is None else bias.double().requires_grad_()
-    residual = torch.zeros(grad_d.shape, dtype=torch.float64, requires_grad=True)
     with torch.enable_grad():
         inner = _product(op, a, b) + (0 if bias is None else bias)
-        if preactivation is not None:
-            inner = inner + (preactivation.double() - inner).detach()
-        d = _activated(op.activation, inner) * op.scale + residual
-        total = (d * grad_d.double()).sum()
-        if grad_preactivation is not None:
-            total = total + (inner * grad_preactivation.double()).sum()
-    wanted = {"a": a, "b": b, "bias": bias, "residual": residual}
-    asked = [t for n, t in wanted.items() if t is not None and getattr(op, f"wants_{n}")]
-    found = iter(torch.autograd.grad(total, asked))
-    return tuple(
-        next(found) if t is not None and getattr(op, f"wants_{n}") else None
-        for n, t in wanted.items()
-    ), {}
+        at = (inner.detach() if preactivation is None else preactivation.double()).requires_grad_()
+        # The slope by itself: of an infinite gradient autograd would subtract infinities.
+        (slope,) = torch.autograd.grad(_activated(op.activation, at).sum(), at)
+    back = slope * op.scale * grad_d.double()
+    if grad_preactivation is not None:
+        back = back + grad_preactivation
+    wanted = {"a": a, "b": b} if bias is None else {"a": a, "b": b, "bias": bias}
+    found = dict(zip(wanted, torch.autograd.grad(inner, tuple(wanted.values()), back), strict=True))
+    found["residual"] = grad_d.double()
+    names = ("a", "b", "bias", "residual")
+    return tuple(found.get(n) if getattr(op, f"wants_{n}") else None for n in names), {}
 
 
 EXACT: dict[str, Callable[..., Meaning]] = {

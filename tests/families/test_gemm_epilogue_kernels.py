@@ -66,7 +66,9 @@ def run(kernel, inputs, size, parts, params):
         return run_entry(entry, call, *inputs.values())
 
 
-def hold(kernel, size, dtype=torch.float16, bias=True, residual=True, parts=1, inputs=None, **params):
+def hold(
+    kernel, size, dtype=torch.float16, bias=True, residual=True, parts=1, inputs=None, **params
+):
     m, n, k = size
     op = GEMMEpilogueFwdOp(**params)
     if inputs is None:
@@ -133,7 +135,11 @@ def test_nan_and_infinity(kernel, activation):
         "bias": torch.randn(n).half(),
         "residual": torch.randn(m, n).half(),
     }
-    inputs["a"][3, 4], inputs["bias"][5], inputs["residual"][7, 8] = torch.nan, torch.inf, -torch.inf
+    inputs["a"][3, 4], inputs["bias"][5], inputs["residual"][7, 8] = (
+        torch.nan,
+        torch.inf,
+        -torch.inf,
+    )
     hold(kernel, SIZE, inputs=inputs, activation=activation)
 
 

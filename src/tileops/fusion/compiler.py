@@ -47,7 +47,9 @@ def backend(
     policy = own.pop(OPTION, None)
     inductor = torch._TorchCompileInductorWrapper(mode, own, None)
     settings = {name: inductor.config.get(name, False) for name in AUTOTUNE}
-    rewrite = begin(module, None if policy is None else check_policy(policy), any(settings.values()))
+    rewrite = begin(
+        module, None if policy is None else check_policy(policy), any(settings.values())
+    )
     if rewrite is None:
         return inductor(module, example_inputs)
     captured = GraphModule(module, copy.deepcopy(module.graph))

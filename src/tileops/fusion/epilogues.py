@@ -111,15 +111,15 @@ def _start(node: Node) -> _Chain | None:
     call = call_of(node)
     if call is not None:
         a, b = call.arguments
-        op = call.op
-        return _checked(_Chain(node, a, b, op.trans_a, op.trans_b, op, read=((a, node), (b, node))))
+        op, given = call.op, call.op._params
+        return _checked(_Chain(node, a, b, given["trans_a"], given["trans_b"], op, read=((a, node), (b, node))))
     name, arguments = canonical(node), list(node.args)
     names = {"linear": ("input", "weight", "bias"), "addmm": ("input", "mat1", "mat2")}
     wanted = names.get(name or "", ("input", "other" if name == "matmul" else "mat2"))
     given = dict(zip(wanted, arguments, strict=False)) | dict(node.kwargs)
     if set(given) - set(wanted):
         return None  # beta and alpha of addmm, out_dtype of mm
-    operands = [given.get(key) for key in wanted]
+    operands: list[Any] = [given.get(key) for key in wanted]
     bias = None
     if name == "linear":
         a, b, bias = operands
@@ -131,7 +131,9 @@ def _start(node: Node) -> _Chain | None:
         return None
     read = tuple((n, node) for n in (a, b, bias) if n is not None)
     return _checked(
-        _Chain(node, a, b, False, name == "linear", bias=bias, stage=int(bias is not None), read=read)
+        _Chain(
+            node, a, b, False, name == "linear", bias=bias, stage=int(bias is not None), read=read
+        )
     )
 
 
@@ -140,8 +142,8 @@ def _checked(chain: _Chain) -> _Chain | None:
     values = [value_of(n) for n in (chain.product, chain.a, chain.b)]
     if not all(isinstance(v, FakeTensor) and v.layout is torch.strided for v in values):
         return None
-    result, a, b = values
-    if b.dim() != 2 or a.dim() < 2 or a.dtype not in FLOATS or result.dtype is not a.dtype:
+    _, a, b = values
+    if b.dim() != 2 or a.dim() < 2 or a.dtype not in FLOATS:
         return None
     if chain.own is None:
         turned = not a.is_contiguous()
@@ -270,6 +272,8 @@ def _unable(rewrite: Rewrite, chain: _Chain) -> str:
     """Why a chain cannot become the op, whatever is wanted."""
     if rewrite.autocast:
         return "it is called under torch.autocast"
+    if value_of(chain.product).dtype is not chain.dtype:
+        return f"its product is {value_of(chain.product).dtype}"
     if chain.own is not None:
         served = served_in_tree(chain.own, value_of(chain.a).device)
         if served:
@@ -323,7 +327,7 @@ def _replace(rewrite: Rewrite, chain: _Chain) -> str:
             out_dtype=None if value.dtype is chain.dtype else value.dtype,
             keeps_preactivation=keeps,
         )
-        result = _emit(edit, op, chain)
+        result = _emit(edit, op, chain, keeps)
     except TileopsError as error:
         edit.undo()
         return str(error)
@@ -336,7 +340,7 @@ def _replace(rewrite: Rewrite, chain: _Chain) -> str:
     return ""
 
 
-def _emit(edit: Edit, op: Op, chain: _Chain) -> Node:
+def _emit(edit: Edit, op: Op, chain: _Chain, keeps: bool) -> Node:
     """The call of the op before the chain's end, and its result in the chain's shape."""
     product = value_of(chain.product)
     flat = product.dim() > 2
@@ -354,10 +358,10 @@ def _emit(edit: Edit, op: Op, chain: _Chain) -> Node:
     branch = next(
         o.overload
         for o in type(op)._boundary.operators
-        if o.branch.without == (() if op.keeps_preactivation else ("preactivation",))
+        if o.branch.without == (() if keeps else ("preactivation",))
     )
     result = edit.call(branch, a, b, chain.bias, matrix(chain.residual), op._instance_key)
-    if op.keeps_preactivation:
+    if keeps:
         result = edit.call(getitem, result, 0)
     return edit.call(torch.unflatten, result, 0, _leading(edit, chain)) if flat else result
 
@@ -405,7 +409,7 @@ def _moved(
 ) -> tuple[Node, str]:
     """The call whose scale has taken the factor of an input, or the same call and why not."""
     node, op, scaled = call.node, call.op, call.arguments[("q", "k").index(place)]
-    width = value_of(scaled).shape[-1]
+    width, given_scale = value_of(scaled).shape[-1], op._params["sm_scale"]
     said, by = policy_of(node, call.entry.fusion, rewrite.policy)
     if said == "never":
         return node, f"policy never, by {by}"
@@ -415,9 +419,9 @@ def _moved(
         return node, f"{place} is {value_of(inner).dtype} before it is scaled"
     if rewrite.memory.written(inner, start=scaled, end=node):
         return node, f"{inner.name} is written before {node.name}"
-    if op.sm_scale is None and not isinstance(width, int):
+    if given_scale is None and not isinstance(width, int):
         return node, "the scale follows from a size that is not known"
-    scale = (1 / math.sqrt(width or 1) if op.sm_scale is None else op.sm_scale) * factor
+    scale = (1 / math.sqrt(width or 1) if given_scale is None else given_scale) * factor
     if not (math.isfinite(scale) and scale > 0):
         return node, f"attention takes no scale of {scale}"
     changed = type(op)(**{**op._params, "sm_scale": scale}, target=op.target)

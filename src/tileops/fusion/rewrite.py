@@ -38,9 +38,7 @@ class Rewrite:
         return self.module.graph
 
 
-def begin(
-    module: GraphModule, policy: str | None, max_autotune: bool = False
-) -> Rewrite | None:
+def begin(module: GraphModule, policy: str | None, max_autotune: bool = False) -> Rewrite | None:
     """The rewrite of ``module``, in place; None where it holds no tensors."""
     mode = fake_mode_of(module.graph)
     if mode is None:

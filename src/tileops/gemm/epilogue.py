@@ -131,5 +131,8 @@ def _through(activation: str | None, grad: torch.Tensor, inner: torch.Tensor) ->
     if activation == "relu":
         return aten.threshold_backward(grad, inner, 0)
     if activation == "silu":
-        return aten.silu_backward(grad, inner)
-    return aten.gelu_backward(grad, inner, approximate="tanh" if activation == "gelu_tanh" else "none")
+        gate = torch.sigmoid(inner)  # aten's silu_backward has no derivative
+        return grad * gate * (1 + inner * (1 - gate))
+    return aten.gelu_backward(
+        grad, inner, approximate="tanh" if activation == "gelu_tanh" else "none"
+    )

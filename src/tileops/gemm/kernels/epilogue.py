@@ -50,9 +50,7 @@ def epilogue_of(call: CallSpec) -> Epilogue:
         )
     )
     narrow = call.spec("d").dtype.itemsize == 2
-    return Epilogue(
-        call.params.activation, bias, residual, kept, call.params.scale != 1.0, narrow
-    )
+    return Epilogue(call.params.activation, bias, residual, kept, call.params.scale != 1.0, narrow)
 
 
 def _outputs(call: CallSpec) -> Callable[[], tuple[torch.Tensor, torch.Tensor | None]]:
@@ -184,7 +182,7 @@ def _bind_finish(launcher: Launcher, call: CallSpec) -> Run:
     trans_a, trans_b = bool(call.params.trans_a), bool(call.params.trans_b)
     own = call.spec("a").dtype
     product = torch.promote_types(own, call.spec("d").dtype)
-    wider = {} if product is own else {"out_dtype": product}
+    wider = () if product is own else (product,)
     _, blocks = row_blocks(columns)
 
     def run(
@@ -192,7 +190,7 @@ def _bind_finish(launcher: Launcher, call: CallSpec) -> Run:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         d, kept = make()
         if rows and columns:
-            inner = torch.mm(a.t() if trans_a else a, b.t() if trans_b else b, **wider)
+            inner = torch.mm(a.t() if trans_a else a, b.t() if trans_b else b, *wider)
             launch(rows * blocks, 1, 1, inner, d, *rest(bias, residual, kept), columns, blocks)
         return d, kept
 
