@@ -112,7 +112,9 @@ def _start(node: Node) -> _Chain | None:
     if call is not None:
         a, b = call.arguments
         op, given = call.op, call.op._params
-        return _checked(_Chain(node, a, b, given["trans_a"], given["trans_b"], op, read=((a, node), (b, node))))
+        return _checked(
+            _Chain(node, a, b, given["trans_a"], given["trans_b"], op, read=((a, node), (b, node)))
+        )
     name, arguments = canonical(node), list(node.args)
     names = {"linear": ("input", "weight", "bias"), "addmm": ("input", "mat1", "mat2")}
     wanted = names.get(name or "", ("input", "other" if name == "matmul" else "mat2"))

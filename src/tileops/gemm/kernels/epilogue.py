@@ -325,6 +325,8 @@ def _persistent(call: CallSpec, tile: PersistentTile) -> TritonBuild:
     blocks = {"residual": part, "kept": part}
     own = call.spec("a").dtype
     left, right = (tile.rows, tile.depth), (tile.depth, tile.columns)
+    aligned = ["N"] if call.spec("d").shape[1] % 16 == 0 else []
+    aligned += ["bias"] if epilogue.bias and call.spec("bias").aligned else []
     return TritonBuild(
         f"{DEVICE}:persistent",
         signature=(
@@ -352,6 +354,7 @@ def _persistent(call: CallSpec, tile: PersistentTile) -> TritonBuild:
         ),
         num_warps=tile.warps,
         num_stages=tile.stages,
+        aligned=tuple(aligned),
         options=(("maxnreg", 255),),  # few programs fit beside each other: spend their registers
     )
 

@@ -116,6 +116,8 @@ def persistent(
     memory."""
     tile_rows, tile_columns = tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS)
     steps = tl.cdiv(K, DEPTH)
+    # Counted apart, so that no place waits through the loop for the end of its tile.
+    finished_tile = tl.program_id(0) - programs
     for tile in tl.range(tl.program_id(0), tile_rows * tile_columns, programs, flatten=True):
         row, column = _corner(tile, tile_rows, tile_columns, ROWS, COLUMNS, GROUP)
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -124,8 +126,8 @@ def persistent(
             left = a.load([at, row]).T if TRANS_A else a.load([row, at])
             right = b.load([column, at]).T if TRANS_B else b.load([at, column])
             total = tl.dot(left, right, total)
-        # The same again: live through the loop it would cost registers.
-        row, column = _corner(tile, tile_rows, tile_columns, ROWS, COLUMNS, GROUP)
+        finished_tile += programs
+        row, column = _corner(finished_tile, tile_rows, tile_columns, ROWS, COLUMNS, GROUP)
         if PARTS == 2:
             WIDTH: tl.constexpr = COLUMNS // 2
             halves = tl.permute(tl.reshape(total, [ROWS, 2, WIDTH]), [0, 2, 1])
