@@ -13,6 +13,7 @@ from tests.op_kernels import check_kernel, prepared
 from tests.oracle import exact
 from tests.triton_interpreter import interpreted
 from tileops.backend.tolerances import compare
+from tileops.elementwise import ExpFwdOp, SigmoidFwdOp, SiLUFwdOp
 from tileops.gemm import GEMMEpilogueBwdOp, GEMMEpilogueFwdOp
 
 CUDA = torch.device("cuda", 0)
@@ -290,3 +291,20 @@ def test_gradients_that_are_wanted(wanted):
 def test_gradient_compiles(arch):
     for workload in GEMMEpilogueBwdOp.entry.workloads[:2]:
         prepared(GEMMEpilogueBwdOp, workload, arch)
+
+
+@pytest.mark.parametrize(
+    "op", [SiLUFwdOp(), ExpFwdOp(), SigmoidFwdOp()], ids=lambda op: type(op).__name__
+)
+def test_powers_of_e_beyond_float32_are_infinite(op):
+    # e**88.8 is the first that is; what corrects the rounding of a power must leave that one alone.
+    x = torch.linspace(80.0, 110.0, 2000)
+    check_kernel(op, {next(i.name for i in op.entry.inputs): torch.cat((x, -x))})
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS[1:])
+def test_slopes_far_from_zero(activation):
+    inner = torch.linspace(-120.0, 120.0, 4 * 512).view(4, 512)
+    made = {"grad_d": torch.randn(4, 512), "a": torch.eye(4), "b": torch.ones(512, 4)}
+    op = GEMMEpilogueBwdOp(activation=activation, wants_b=False, wants_residual=False)
+    check_kernel(op, made | {"preactivation": inner})

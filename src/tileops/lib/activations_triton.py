@@ -42,8 +42,8 @@ def exp(x, NARROW: tl.constexpr):
         high = x * LOG2_E
         rest = tl.fma(x, LOG2_E_REST, tl.fma(x, LOG2_E, -high))
         power = tl.exp2(high)
-        # Of infinities the rest is NaN.
-        return tl.where(tl.abs(high) < 150.0, tl.fma(power, rest * LN_2, power), power)
+        # Of infinities the rest is NaN, and of an infinite power any rest may be.
+        return tl.where((high < 128.0) & (high > -150.0), tl.fma(power, rest * LN_2, power), power)
 
 
 @triton.jit
