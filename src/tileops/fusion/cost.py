@@ -19,11 +19,15 @@ from tileops.engine.pattern import Pattern
 from tileops.fusion.graph import fusable, tensors_of, value_of
 
 __all__ = [
+__all__ = [
     "ADVANTAGE",
+    "EPILOGUE",
     "ONE_ROW",
     "OVERHEAD",
     "Estimate",
+    "Product",
     "brings_nothing",
+    "epilogue_loses",
     "estimate",
     "one_row_pays",
     "slowly_wide",
@@ -149,3 +153,54 @@ def brings_nothing(entry: Entry, pattern: Pattern, device: str, gradient: bool) 
     if ADVANTAGE.get(device, {}).get(entry.kind, 0.0) > 0.0:
         return ""
     return f"on {device} its own kernel is no faster than Inductor's code"
+
+
+# ---- epilogues of products -----------------------------------------------------------------------
+
+EPILOGUE = {"cuda": (0.04, 160)}
+"""By device: the share of its time that a product loses in a kernel with an epilogue against the library's
+product, and floating-point operations in the time of a byte. Estimates until
+``python -m benchmarks.epilogue --device cuda`` has run. No other device has such a kernel: what follows a
+product there, Inductor fuses among itself."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product whose epilogue might move into it."""
+
+    device: str
+    result: torch.Tensor
+    depth: Any
+    near: bool
+    """Inductor would fuse what follows with the epilogue, which then moves the result all the same."""
+    kept: bool
+    """The preactivation is written too, for a gradient."""
+
+    @property
+    def saved(self) -> int:
+        """Bytes that are neither written nor read between product and epilogue."""
+        return _nbytes(self.result) * (1 if self.kept else 2)
+
+    @property
+    def lost(self) -> int:
+        """What the slower product costs, in bytes."""
+        share, intensity = EPILOGUE.get(self.device, (0.0, 1))
+        rows = _hint(self.result.numel()) // max(_hint(self.result.shape[-1]), 1)
+        columns, depth = _hint(self.result.shape[-1]), _hint(self.depth)
+        moved = (rows * depth + columns * depth) * self.result.dtype.itemsize
+        return int(share * max(2 * rows * columns * depth // intensity, moved))
+
+    def __str__(self) -> str:
+        return f"it saves {self.saved} bytes and loses {self.lost}"
+
+
+def epilogue_loses(product: Product, templates: bool) -> str:
+    """Why a product should not take its epilogue; '' where it should. ``templates``: Inductor times
+    kernels of its own for this product."""
+    if product.device not in EPILOGUE:
+        return f"on {product.device} Inductor's code for what follows a product is as fast"
+    if templates:
+        return "with max_autotune Inductor's templates take it"
+    if product.near:
+        return "Inductor fuses it with what follows"
+    return "" if product.saved >= product.lost else f"the library's product is faster: {product}"
