@@ -19,7 +19,6 @@ from tileops.engine.pattern import Pattern
 from tileops.fusion.graph import fusable, tensors_of, value_of
 
 __all__ = [
-__all__ = [
     "ADVANTAGE",
     "EPILOGUE",
     "ONE_ROW",
