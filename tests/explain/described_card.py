@@ -55,7 +55,7 @@ def on_a_card() -> Iterator[None]:
 
 def _replaced() -> dict[str, Any]:
     import torch._inductor.async_compile
-    import torch._inductor.fx_passes.joint_graph  # noqa: F401
+    import torch._inductor.fx_passes.joint_graph
 
     interface = "torch._dynamo.device_interface.CudaInterface"
     facts = staticmethod(lambda device=None: _FACTS)

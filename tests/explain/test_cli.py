@@ -53,6 +53,10 @@ def test_prints_json(capsys):
         ([f"{golden.__file__}:whole", "--backend", "gcc"], "--backend 'gcc'; accepted are "),
         ([f"{golden.__file__}:whole", "--mode", "fast"], "--mode 'fast'; accepted are default, "),
         ([f"{golden.__file__}:whole", "--json", "no/folder/x"], "there is no folder 'no/folder'"),
+        (
+            [f"{golden.__file__}:whole", "--html", "no/folder/x"],
+            "--html 'no/folder/x': there is no folder",
+        ),
     ],
 )
 def test_refuses(arguments, words, capsys):
@@ -101,3 +105,17 @@ def test_refuses_an_unknown_condition(capsys):
         run("whole", "--fail-on", "slow")
     assert ended.value.code == 2
     assert "accepted are break, recompile, unfused" in capsys.readouterr().err
+
+
+def test_further_calls(capsys):
+    options = ["--input", "4x4", "--then", "5x4", "--then", "6x4", *EAGER, "--show", "run"]
+    assert run("whole", *options, "--fail-on", "recompile") == 1
+    printed = capsys.readouterr().out
+    assert "2 graphs, 0 breaks, 1 recompilation" in printed
+    assert "Capture" not in printed
+
+
+def test_a_stage_that_is_none(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run("whole", "--input", "4x4", "--show", "fusion")
+    assert "'fusion'; accepted are capture, breaks" in capsys.readouterr().err

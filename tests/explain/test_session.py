@@ -207,6 +207,15 @@ def test_terminal(capsys):
     assert max(map(len, shown.splitlines())) <= 100
 
 
+def test_further_calls_and_what_each_compiled():
+    then = [(torch.randn(5, 4),), (torch.randn(6, 4),), (torch.randn(4, 4).double(),)]
+    x = torch.randn(4, 4)
+    report = tileops.explain(golden.whole, x, then=then, backend="eager")
+    assert [len(call.compiled) for call in report.calls] == [1, 1, 0, 1]
+    assert len(report.recompiles) == 2
+    torch.testing.assert_close(report.result, golden.whole(x))
+
+
 def test_terminal_shows_the_stages_that_are_asked_for(capsys):
     report = tileops.explain(golden.prints, torch.randn(4, 4), backend="aot_eager")
     report.show("aten", width=100)

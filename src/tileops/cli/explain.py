@@ -56,6 +56,7 @@ def add_command(commands: Any) -> None:
         "--fail-on", metavar="WHAT", type=_conditions, default=(),
         help=f"exit with 1 where there is any of these: {','.join(_CONDITIONS)}",
     )  # fmt: skip
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write one self-contained page")
     parser.add_argument(
         "--measure", action="store_true",
         help="call it some times more, for time of kernels, gaps and synchronisations",
@@ -108,6 +109,8 @@ def _explain(options: argparse.Namespace) -> int:
         )  # fmt: skip
     except Exception as error:  # noqa: BLE001  (the user's: told after what was seen of the call)
         raised = error
+    if options.html:
+        report.to_html(options.html)
     if options.json and str(options.json) == "-":
         print(report.to_json(indent=1))
     else:
@@ -127,10 +130,9 @@ def _check(options: argparse.Namespace) -> None:
     """What would fail at the end, before the script runs."""
     import torch
 
-    if options.json and str(options.json) != "-" and not options.json.parent.is_dir():
-        raise _RequestError(
-            f"--json {str(options.json)!r}: there is no folder {str(options.json.parent)!r}"
-        )
+    for name, path in (("--html", options.html), ("--json", options.json)):
+        if path and str(path) != "-" and not path.parent.is_dir():
+            raise _RequestError(f"{name} {str(path)!r}: there is no folder {str(path.parent)!r}")
     if options.backend not in torch._dynamo.list_backends(exclude_tags=()):
         known = ", ".join(torch._dynamo.list_backends())
         raise _RequestError(f"--backend {options.backend!r}; accepted are {known}")

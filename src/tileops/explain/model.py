@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tileops.explain.model_run import (
@@ -373,6 +374,12 @@ class Report:
         from tileops.explain.views.terminal import render
 
         print(render(self, *stages, width=width))
+
+    def to_html(self, path: str | Path) -> None:
+        """Write one self-contained page."""
+        from tileops.explain.views.html import render
+
+        Path(path).write_text(render(self), encoding="utf-8")
 
 
 def _plain(value: Any) -> Any:

@@ -14,15 +14,16 @@ from tileops.explain.model import (
     Compilation,
     Guards,
     Inductor,
+    Kernel,
     Line,
     Normalisation,
     OpNode,
     Recompile,
     Report,
 )
-
-_UNKNOWN = "unknown"
-
+from tileops.explain.views.words import UNKNOWN as _UNKNOWN
+from tileops.explain.views.words import count as _count
+from tileops.explain.views.words import size
 
 STAGES = ("capture", "breaks", "guards", "dispatch", "aten", "inductor", "run", "ops")
 """What :func:`render` can be asked for, in the order in which it shows them."""
@@ -60,25 +61,9 @@ def _code(line: Line | None) -> str:
     return f"{_where(line)}  {line.text}" if line else _UNKNOWN
 
 
-def size(count: int | None) -> str:
-    """Bytes for a reader."""
-    if count is None:
-        return _UNKNOWN
-    units = ["B", "KiB", "MiB", "GiB"]
-    number = float(count)
-    while number >= 1024 and len(units) > 1:
-        number /= 1024
-        units.pop(0)
-    return f"{number:.0f} {units[0]}" if units[0] == "B" else f"{number:.1f} {units[0]}"
-
-
 def _first_line(text: str) -> str:
     """Torch goes on with stacks and advice about itself."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number} {name}{'' if number == 1 else 's'}"
 
 
 def _summary(report: Report) -> Iterable[str]:
@@ -87,9 +72,12 @@ def _summary(report: Report) -> Iterable[str]:
     yield (
         f"  {_count(len(report.graphs), 'graph')}, {_count(len(report.breaks), 'break')}, "
         f"{_count(len(report.recompiles), 'recompilation')}, {_count(len(kernels), 'kernel launch')}"
-    ).replace("launchs", "launches")
+    )
     for place, times in Counter(_code(each.at) for each in report.breaks).items():
         yield f"  break: {place}{f'  ({times} times)' if times > 1 else ''}"
+    made = [one.normalisation for one in report.compilations if one.normalisation]
+    for place in dict.fromkeys(_code(r.at) for each in made for r in each.rewrites if r.copy):
+        yield f"  copied back to an input: {place}"
     for one in report.recompiles:
         # The first failure is of the version that served the last call.
         failures = one.recompile.failures if one.recompile else []
@@ -104,7 +92,7 @@ def _compilation(one: Compilation, shown: Sequence[str]) -> list[str]:
         "aten": lambda: _normalisation(one.normalisation),
         "inductor": lambda: [line for each in one.inductor for line in _inductor(each)],
         "run": lambda: _run(one),
-        "ops": lambda: [line for op in one.ops for line in _op(op)],
+        "ops": lambda: [*(line for op in one.ops for line in _op(op)), *_near(one)],
     }
     lines = [
         line for stage in STAGES if stage in shown and stage in parts for line in parts[stage]()
@@ -137,8 +125,15 @@ def _break(each: Break) -> Iterable[str]:
             f"{n.name} {n.dtype or ''} {n.shape or ''} {size(n.bytes)}" for n in each.crossing
         )
         yield f"    values that cross: {values or 'none'}"
+    cost = []
     if each.extra_launches:
-        yield f"    cost: {_count(each.extra_launches, 'more graph call')} in each call"
+        cost.append(f"{_count(each.extra_launches, 'more graph call')} in each call")
+    if each.synchronizations:
+        cost.append(f"{_count(each.synchronizations, 'wait')} for the device")
+    if each.python_us is not None:
+        cost.append(f"{each.python_us:.1f} µs of Python")
+    if cost:
+        yield f"    cost: {', '.join(cost)}"
     yield f"    mend: {each.advice}"
 
 
@@ -146,7 +141,8 @@ def _recompile(again: Recompile | None) -> Iterable[str]:
     if again is None:
         return
     limit = _UNKNOWN if again.limit is None else again.limit
-    yield f"  Recompiled: version {again.count} of at most {limit}"
+    passed = ": the limit is passed, such calls run uncompiled" if again.gave_up else ""
+    yield f"  Recompiled: version {again.count} of at most {limit}{passed}"
     for failure in again.failures:
         about = failure.guard
         if failure.expected is not None:
@@ -203,7 +199,7 @@ def _normalisation(made: Normalisation | None) -> Iterable[str]:
         copy = "; a copy back to the input remains" if rewrite.copy else ""
         yield f"    functional: {rewrite.before} → {'; '.join(rewrite.after) or _UNKNOWN}{copy}"
     for change in made.decompositions:
-        yield f"    {_where(change.at)}: {', '.join(change.before)} → {', '.join(change.after)}"
+        yield f"    {_where(change.at)}: {_some(change.before)} → {_some(change.after)}"
     if made.partition:
         part = made.partition
         everything = size(part.save_all_bytes)
@@ -215,20 +211,49 @@ def _normalisation(made: Normalisation | None) -> Iterable[str]:
 
 
 def _inductor(lowered: Inductor) -> Iterable[str]:
-    yield f"  Inductor ({lowered.stage}): {_count(len(lowered.kernels), 'kernel')}"
+    moved = [kernel.bytes for kernel in lowered.kernels if kernel.bytes is not None]
+    facts = [_count(len(lowered.kernels), "kernel")]
+    if moved and len(moved) == len(lowered.kernels):
+        facts.append(f"{size(sum(moved))} read and written")
+    if lowered.peak_bytes:
+        facts.append(f"buffers of {size(lowered.peak_bytes)} at most")
+    yield f"  Inductor ({lowered.stage}): {', '.join(facts)}"
     for kernel in lowered.kernels:
-        nests = [group.nodes for group in kernel.groups or ()]
+        nests = [group.nodes for group in kernel.groups or () if kernel.language != "extern"]
         nodes = " | ".join(map(_some, nests)) if len(nests) > 1 else _some(kernel.nodes)
-        lines = ", ".join(map(_where, kernel.lines))
-        yield f"    {kernel.name}  {kernel.kind}, {kernel.language}: {nodes}  [{lines}]"
+        lines = ", ".join(dict.fromkeys(map(_where, kernel.lines)))
+        yield f"    {kernel.name}  {_kind(kernel)}: {nodes}{_moved(kernel)}  [{lines}]"
     for each in lowered.candidates or ():
         yield f"    timed {each.kernel}: {each.time_us:.1f} µs{', chosen' if each.chosen else ''}"
     if lowered.unfused is None:
         yield f"    not fused: {_UNKNOWN}, the code came from a cache"
+    kinds = {group.name: group.kind for kernel in lowered.kernels for group in kernel.groups or ()}
+    pairs: dict[str, None] = {}
+    opaque = 0
     for apart in lowered.unfused or ():
         first, second = _some(apart.first_nodes), _some(apart.second_nodes)
         pair = f"{first or apart.first} | {second or apart.second}"
-        yield f"    not fused: {pair}: {apart.reason or 'torch gave no reason'}"
+        if {"extern", "tileops"} & {kinds.get(apart.first), kinds.get(apart.second)}:
+            opaque += 1
+        else:
+            pairs[f"{pair}: {apart.reason or 'torch gave no reason'}"] = None
+    for text in pairs:
+        yield f"    not fused: {text}"
+    if opaque:
+        yield f"    not fused: {_count(opaque, 'pair')} with a library's or an op's kernel, which is opaque"
+
+
+def _kind(kernel: Kernel) -> str:
+    return kernel.kind if kernel.kind == kernel.language else f"{kernel.kind}, {kernel.language}"
+
+
+def _moved(kernel: Kernel) -> str:
+    facts = [] if kernel.bytes is None else [size(kernel.bytes)]
+    if kernel.time_us is not None:
+        facts.append(f"{kernel.time_us:.1f} µs")
+    if kernel.bandwidth_fraction is not None:
+        facts.append(f"{kernel.bandwidth_fraction:.0%} of the memory's bandwidth")
+    return f"; {', '.join(facts)}" if facts else ""
 
 
 def _some(names: list[str] | None) -> str:
@@ -254,15 +279,35 @@ def _run(one: Compilation) -> Iterable[str]:
 
 def _op(op: OpNode) -> Iterable[str]:
     yield f"  tileops {op.op}{op.parameters}  {_where(op.at)}"
-    target = f"target {op.target or _UNKNOWN} (by {op.decided_by or _UNKNOWN})"
-    yield f"    {target}, kernel {op.kernel or _UNKNOWN}"
+    if op.substituted_from:
+        yield f"    in the place of {'; '.join(map(_code, op.substituted_from))}"
+    if op.fused_into:
+        yield f"    fused into {op.fused_into}"
+    else:
+        target = f"target {op.target or _UNKNOWN} (by {op.decided_by or _UNKNOWN})"
+        yield f"    {target}, kernel {op.kernel or _UNKNOWN}"
     for name, reason in op.refused.items():
         yield f"    refused {name}: {reason}"
     if op.not_fused:
         yield f"    not fused: {op.not_fused}"
 
 
+def _near(one: Compilation) -> Iterable[str]:
+    for miss in one.near_misses:
+        yield f"  nearly {miss.op}: {_code(miss.at)}"
+        yield f"    {miss.reason}"
+
+
 def _rest(report: Report) -> Iterable[str]:
+    if report.measured:
+        made = report.measured
+        outside = (
+            "" if made.outside_us is None else f", {made.outside_us:.1f} µs outside the graphs"
+        )
+        yield (
+            f"a warm call: {made.call_us:.1f} µs{outside}; {_count(made.graph_calls, 'graph call')}, "
+            f"{_count(made.synchronizations, 'wait')} for the device"
+        )
     for call in report.calls or ():
         yield f"call of {call.function}: {call.seconds:.2f} s, {_count(len(call.compiled), 'compilation')}"
     for op in report.eager_ops:
