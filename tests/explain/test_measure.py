@@ -181,6 +181,19 @@ def test_kernels_on_the_cpu():
     assert UNMEASURED not in [each.what for each in made.unknown]
 
 
+def test_the_branch_that_runs_has_a_time():
+    """Inductor's cache passes ``cond`` by: its graph has no key in a profile."""
+    made = tileops.explain(golden.chooses, torch.ones(64), measure=True)
+    (inductor,) = made.compilations[0].inductor
+    assert inductor.key is None
+    times = {each.name: each.time_us for each in inductor.kernels}
+    (taken,) = [time for name, time in times.items() if "sin" in name]
+    (other,) = [time for name, time in times.items() if "cos" in name]
+    assert taken > 0
+    assert other is None
+    assert made.measured.synchronizations == 1  # the condition is read
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_branch_waits_once(sign):
     made = tileops.explain(golden.branches, sign * torch.ones(4), backend="eager", measure=True)
@@ -223,7 +236,7 @@ def test_names_of_kernels_are_put_back():
     with tileops.explaining() as made:
         torch.compile(golden.fuses)(torch.randn(8, 8))
     (inductor,) = made.compilations[0].inductor
-    names = private.generated_names(inductor.path)
+    (names,) = private.generated_names(inductor.path)
     plain = names[inductor.kernels[0].name]
     with contextlib.suppress(KeyError), kernels_marked(made):
         assert names[inductor.kernels[0].name] is not plain
