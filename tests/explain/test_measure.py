@@ -13,7 +13,7 @@ from tests.explain import golden
 from tests.explain.test_golden import fresh  # noqa: F401
 from tileops.explain import torch_private as private
 from tileops.explain.collect.measure import CALL, UNMEASURED, attach, kernels_marked, tree
-from tileops.explain.model import Break, Compilation, Guards, Inductor, Kernel, Report
+from tileops.explain.model import Break, Compilation, CudaGraphs, Guards, Inductor, Kernel, Report
 from tileops.explain.torch_private import Profile, Span
 
 
@@ -110,6 +110,26 @@ def test_kernels_on_a_gpu(monkeypatch):
     assert first.kernels[0].bandwidth_fraction == pytest.approx(4_000 / 10_000 / 1_000)
     assert first.kernels[1].bandwidth_fraction is None  # its bytes are unknown
     assert made.unknown == []
+
+
+def test_marks_are_for_the_cpu(monkeypatch):
+    """On a GPU the marked calls have a clock of their own: its kernels are the plain calls'."""
+    made = report()
+    marked = Profile(*on_gpu(5_000_000))
+    attach(made, Profile(*on_gpu(0)), marked)
+    assert [each.time_us for each in made.compilations[0].inductor[0].kernels] == [10, 25, 8]
+
+
+def test_recorded_graphs_on_a_gpu(monkeypatch):
+    made = report()
+    for one in made.compilations:
+        one.cuda_graphs = CudaGraphs(None, None)
+    host, device = on_gpu(0)
+    attach(made, Profile([*host, Span("cudaGraphLaunch", 35, 36, 1)], device))
+    first, second = (one.cuda_graphs for one in made.compilations)
+    assert first.used is True
+    assert second.used is False
+    assert second.reason
 
 
 def test_memory_of_an_unknown_card(monkeypatch):

@@ -124,14 +124,13 @@ def attach(report: Report, plain: Profile, marked: Profile | None = None) -> Non
     report.measured = _measured(middle, inside, timeline)
     for one in report.compilations:
         _lookup(one, inside)
+        _cuda_graphs(one, inside)
         for each in one.breaks:
             _break(one, each, inside)
-    for one in report.compilations:
-        _cuda_graphs(one, inside)
     graphs = [n for call in calls for n in nodes if _covers(call, n) and _GRAPH.match(n.span.name)]
-    timed = graphs if marked is None or marked.why else [
-        n for n in tree(marked.host) if _GRAPH.match(n.span.name)
-    ]  # fmt: skip
+    timed = graphs
+    if marked is not None and marked.why is None and not timeline.device:
+        timed = [node for node in tree(marked.host) if _GRAPH.match(node.span.name)]
     for one in report.compilations:
         unnamed = [each for each in one.inductor if each.key is None]
         for lowered in one.inductor:
