@@ -15,7 +15,7 @@ import tileops
 from tests.explain import golden, reports
 from tests.explain.test_golden import fresh, line_of  # noqa: F401
 from tileops.cli import main
-from tileops.explain.model import Report
+from tileops.explain.model import OpNode, Report
 from tileops.explain.views import html as view
 
 VOID = {"meta", "input", "br", "img", "link", "hr"}
@@ -133,6 +133,16 @@ def test_unknown_is_said():
     for one in known.compilations:
         one.loops = one.inlined = []
     assert "unrolled: unknown" not in " ".join(Reader(view.render(known)).text.split())
+
+
+def test_an_op_leads_to_the_kernel_that_took_it():
+    report = reports.small()
+    op = reports.filled(OpNode)
+    op.fused_into = "cpp_fused_mul_0, cpp_fused_mul"
+    report.compilations[0].ops = [op]
+    page = view.Page(report)
+    assert [each for each in page.fused(0, op) if each[1]] == [("cpp_fused_mul_0", "k0-0-0")]
+    assert 'href="#k0-0-0">cpp_fused_mul_0</a>, cpp_fused_mul<' in view.render(report)
 
 
 def test_kernels_of_a_node_without_a_line():

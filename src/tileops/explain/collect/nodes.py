@@ -51,7 +51,9 @@ def _rewritten(one: Compilation, event: Recorded, recorded: list[Recorded]) -> N
     if event.kind == "substituted":
         op = _op(told.get("call", told["op"]), recorded)
         op.node, op.at = told["node"], line
-        op.substituted_from = [] if line is None else [line]
+        found = [user_line(stack) for stack in told.get("stacks", [told["stack"]])]
+        places = {(each.file, each.number): each for each in found if each is not None}
+        op.substituted_from = [places[place] for place in sorted(places)]
         one.ops.append(op)
     elif event.kind in ("declined", "near miss"):
         same = [each for each in one.ops if (each.node, each.op) == (told["node"], told["op"])]
