@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch._inductor.compile_fx import compile_fx
 
 import tileops
 from tests.explain.test_golden import fresh, line_of  # noqa: F401
@@ -74,8 +75,9 @@ def test_plain_code_that_became_an_op_or_nearly():
     def plain(x, w):
         return torch.nn.functional.rms_norm(x, (16,), w)
 
-    stack = (
-        f'  File "{__file__}", line {line_of(plain, "rms_norm")}, in plain\n    return rms_norm\n'
+    number = line_of(plain, "rms_norm")
+    stack, above = (
+        f'  File "{__file__}", line {at}, in plain\n    rms_norm\n' for at in (number, number - 1)
     )
 
     def run(gm, inputs):
@@ -91,16 +93,13 @@ def test_plain_code_that_became_an_op_or_nearly():
         )
         emit("inlined", op="RMSNormFwdOp", node="made", why="it pays", stack=stack)
         emit("near miss", op="LayerNormFwdOp", node="rms_norm", reason="no mean", stack=stack)
-        return gm
+        return compile_fx(gm, inputs)
 
     (one,) = tileops.explain(plain, torch.ones(2, 16), torch.ones(16), backend=run).compilations
     (node,) = one.ops
     assert (node.op, node.node) == ("RMSNormFwdOp", "made")
     assert node.parameters == "(normalized_shape=(16,), eps=None)"
     assert [line.number for line in node.substituted_from] == [number - 1, number]
+    assert node.fused_into == one.inductor[0].kernels[0].name  # what has these lines computes it
     (near,) = one.near_misses
-    assert (near.op, near.reason, near.at.number) == (
-        "LayerNormFwdOp",
-        "no mean",
-        line_of(plain, "rms_norm"),
-    )
+    assert (near.op, near.reason, near.at.number) == ("LayerNormFwdOp", "no mean", number)

@@ -172,6 +172,70 @@ def test_triton():
     assert choice == [("triton_mm_3", 500.0, False), ("mm", 250.0, True)]
 
 
+def test_triton_of_this_torch():
+    """What Inductor makes for a card of this description, of the torch that is installed: pointwise
+    work, a product by a library, and a reduction; 16-bit values of 64 × 128, 128 × 256, 64 × 256."""
+    import torch
+
+    import tileops
+    from tests.explain.described_card import on_a_card
+
+    def model(x, w):
+        return (torch.relu(x * 2) @ w).softmax(-1)
+
+    with on_a_card():
+        x, w = (
+            torch.empty(*s, device="cuda", dtype=torch.float16) for s in ((64, 128), (128, 256))
+        )
+        report = tileops.explain(model, x, w)
+    (made,) = report.compilations[0].inductor
+    kinds = [(each.kind, each.language, each.bytes) for each in made.kernels]
+    x_bytes, w_bytes, y_bytes = 64 * 128 * 2, 128 * 256 * 2, 64 * 256 * 2
+    assert kinds == [
+        ("pointwise", "triton", 2 * x_bytes),
+        ("extern", "extern", x_bytes + w_bytes + y_bytes),
+        ("reduction", "triton", 2 * y_bytes),
+    ]
+    assert "8192" in made.kernels[0].schedule["size_hints"]
+    assert made.kernels[2].schedule["R0_BLOCK"] == "256"  # a row of softmax
+    assert [each.kept for each in made.buffers] == [False, False, True]
+    assert made.buffers[2].reuses == made.buffers[1].name  # the product is dead by then
+    assert made.peak_bytes == x_bytes + y_bytes
+
+
+def test_memory_that_is_planned():
+    """Two buffers at places of one pool; the second is returned."""
+    code = """
+def call(args):
+    arg0_1, = args
+    pool1 = empty_strided_cuda((1024, ), (1, ), torch.uint8)
+    buf0 = alloc_from_pool(pool1, 0, torch.float32, (64, ), (1, ))
+    triton_poi_0.run(arg0_1, buf0, 64, stream=stream0)
+    buf1 = alloc_from_pool(pool1, 512, torch.float32, (64, ), (1, ))
+    triton_poi_0.run(buf0, buf1, 64, stream=stream0)
+    del buf0
+    return (buf1, )
+"""
+    made = read_inductor(Lowered(code, None, Graph("lowered", ""), [], None, [], {}))
+    assert [(b.name, b.bytes, b.reuses, b.kept) for b in made.buffers] == [
+        ("pool1", 1024, None, False), ("buf0", 256, "pool1", False), ("buf1", 256, "pool1", True),
+    ]  # fmt: skip
+    assert made.peak_bytes == 1024
+
+
+def test_symbolic_sizes_are_no_bytes():
+    code = """
+def call(args):
+    s0, arg0_1 = args
+    buf0 = empty_strided_cpu((s0, 8), (8, 1), torch.float32)
+    cpp_fused_0(arg0_1, buf0, s0)
+    return (buf0, )
+"""
+    made = read_inductor(Lowered(code, None, Graph("lowered", ""), [], None, [], {}))
+    assert [(b.bytes, b.kept) for b in made.buffers] == [(None, True)]
+    assert made.peak_bytes is None
+
+
 def test_triton_from_a_cache():
     made = lowered(None, [])
     assert made.unfused is None

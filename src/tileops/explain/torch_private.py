@@ -1,6 +1,7 @@
 """The only door to what torch keeps private (2.11 to 2.14); each adapter has its test.
 
-An adapter that a release does not serve returns None, and the report says "unknown".
+An adapter that a release does not serve returns None, and the report says "unknown" and why. What
+keeps a run from changing anything has no such way out: without it nothing is explained.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 __all__ = [
     "CUDAGRAPHS", "FUSION", "POST_FUSION", "TRACE", "TRACE_CALL", "TRACE_SOURCE", "Profile", "Span",
     "compile_place", "compiled_times", "computed_table", "generated_names", "is_torch_file", "key_set",
-    "library", "limit", "memory_gbps", "node_stacks", "on_autotune", "profiled", "recompiled_frame",
-    "redispatch", "span", "tapped", "untouched",
+    "launched_with", "library", "limit", "memory_gbps", "node_stacks", "on_autotune", "profiled",
+    "recompiled_frame", "redispatch", "span", "tapped", "untouched",
 ]  # fmt: skip
 
 TRACE = "torch.__trace"
@@ -33,6 +37,25 @@ TRACE_CALL = "torch._dynamo.symbolic_convert.__trace_call"
 FUSION = "torch._inductor.scheduler.__fusion"
 POST_FUSION = "torch._inductor.debug.__ir_post_fusion"
 CUDAGRAPHS = "torch._inductor.cudagraph_utils.__cudagraphs"
+
+
+missing: dict[str, str] = {}
+"""What adapters are for that this torch does not serve → what it lacks."""
+
+
+def _adapter(function: Callable[_P, _T]) -> Callable[_P, _T | None]:
+    """None where torch lacks something that the adapter names; :data:`missing` says so."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T | None:
+        try:
+            return function(*args, **kwargs)
+        except (AttributeError, ImportError) as error:
+            purpose = (function.__doc__ or function.__name__).split(".", 1)[0].split("\n\n")[0]
+            missing[" ".join(purpose.split())] = f"torch {torch.__version__}: {error}"
+            return None
+
+    return call
 
 
 class _Tap(logging.Handler):
@@ -102,12 +125,14 @@ def tapped(names: dict[str, Callable[[logging.LogRecord], None]]) -> Iterator[No
                         _taps.pop(name).end()
 
 
+@_adapter
 def compile_place() -> tuple[str, int] | None:
     """Id and attempt of the compilation that this thread is in."""
     place = torch._guards.CompileContext.current_trace_id()
     return None if place is None else (str(place.compile_id), place.attempt)
 
 
+@_adapter
 def recompiled_frame() -> tuple[dict[str, Any], dict[str, Any], types.CodeType] | None:
     """Locals, globals and code of the user's call that a guard has just refused. Not its frame: that
     is torch's own object, and gone after the check."""
@@ -120,6 +145,7 @@ def recompiled_frame() -> tuple[dict[str, Any], dict[str, Any], types.CodeType] 
     return None
 
 
+@_adapter
 def node_stacks() -> list[dict[str, str]]:
     """For each graph at hand where torch has just printed one: the user's stack of each node.
 
@@ -137,13 +163,12 @@ def node_stacks() -> list[dict[str, str]]:
     ]
 
 
+@_adapter
 def on_autotune(take: Callable[[str, dict[str, float]], None]) -> Callable[[], None] | None:
     """Call ``take`` with each choice that Inductor times: what for, and milliseconds by candidate.
     Gives what ends it. Inductor must be loaded: a session costs nothing where it is not used."""
-    try:
-        from torch._inductor.select_algorithm import get_algorithm_selector_cache
-    except ImportError:
-        return None
+    from torch._inductor.select_algorithm import get_algorithm_selector_cache
+
     cache = get_algorithm_selector_cache()
 
     def saver(timings: dict[Any, float], name: str, *_: Any) -> None:
@@ -157,22 +182,26 @@ def on_autotune(take: Callable[[str, dict[str, float]], None]) -> Callable[[], N
     return end
 
 
+@_adapter
 def limit() -> int | None:
     """Compilations of one code after which Dynamo gives up."""
-    return getattr(torch._dynamo.config, "recompile_limit", None)
+    found: int = torch._dynamo.config.recompile_limit
+    return found
 
 
 # ---- the dispatcher ------------------------------------------------------------------------------
 
 
+@_adapter
 def computed_table(operator: str) -> str | None:
     """Torch's own text: a line for each dispatch key that something serves."""
     try:
         return torch._C._dispatch_dump_table(operator) or None
-    except (AttributeError, RuntimeError):
+    except RuntimeError:
         return None
 
 
+@_adapter
 def key_set(device: str, *, functional: bool = False) -> Any:
     """The keys that a plain tensor of this device brings to a call, less what threads exclude.
     ``functional``: a tensor wrapped for the time in which torch makes a graph functional."""
@@ -189,13 +218,15 @@ def key_set(device: str, *, functional: bool = False) -> Any:
     return None if keys is None else keys - torch._C._dispatch_tls_local_exclude_set()
 
 
-def redispatch(keys: Any) -> Iterator[tuple[str, Any]]:
-    """Each key in the order of priority, with the set that remains below it."""
+@_adapter
+def redispatch(keys: Any) -> list[tuple[str, Any]]:
+    """Dispatch keys in the order of priority, each with the set that remains below it."""
     undefined = torch._C.DispatchKey.Undefined
+    found = []
     while (key := keys.highestPriorityTypeId()) != undefined:
-        below = keys & torch._C._dispatch_keyset_full_after(key)
-        yield torch._C._dispatch_key_name(key), below
-        keys = below
+        keys = keys & torch._C._dispatch_keyset_full_after(key)
+        found.append((torch._C._dispatch_key_name(key), keys))
+    return found
 
 
 # ---- a measured run ------------------------------------------------------------------------------
@@ -222,11 +253,18 @@ class Profile:
     """Why there is none."""
 
 
+@_adapter
+def _is_profiling() -> bool:
+    """Whether a profiler of torch runs already."""
+    found: bool = torch._C._autograd._profiler_enabled()
+    return found
+
+
 @contextlib.contextmanager
 def profiled() -> Iterator[Profile]:
     """What torch's profiler sees of the block, filled in when it ends."""
     made = Profile()
-    if torch._C._autograd._profiler_enabled():
+    if _is_profiling() is not False:
         made.why = "another profiler of torch is running, and there can be one"
         yield made
         return
@@ -252,19 +290,36 @@ def span(name: str) -> contextlib.AbstractContextManager[Any]:
     return made
 
 
+@_adapter
 def generated_names(path: str) -> dict[str, Any] | None:
     """Names in the module that Inductor wrote to ``path``; None where torch no longer holds it."""
     cache = sys.modules.get("torch._inductor.codecache")
-    loaded = getattr(getattr(cache, "PyCodeCache", None), "modules", None) or ()
+    loaded = cache.PyCodeCache.modules if cache is not None else ()
     return next((vars(each) for each in loaded if getattr(each, "__file__", None) == path), None)
 
 
+@_adapter
 def library(path: str, kernel: str) -> str | None:
     """The file with the machine code of a C++ kernel in the module at ``path``."""
     module = getattr((generated_names(path) or {}).get(kernel), "__self__", None)
     return getattr(module, "__file__", None)
 
 
+@_adapter
+def launched_with(path: str, kernel: str) -> dict[str, Any]:
+    """Block sizes, warps and stages of a Triton kernel in the module at ``path``, and what its machine
+    code takes. Empty before its first launch, which chooses."""
+    tuner = (generated_names(path) or {}).get(kernel)
+    launchers: list[Any] = list(getattr(tuner, "launchers", None) or ())
+    if len(launchers) != 1:
+        return {}
+    config = launchers[0].config
+    found = {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
+    taken = {name: getattr(launchers[0], name, None) for name in ("n_regs", "n_spills", "shared")}
+    return found | {name: value for name, value in taken.items() if value is not None}
+
+
+@_adapter
 def memory_gbps() -> float | None:
     """Of the current GPU's memory, from its clock and bus; both edges of the clock carry data."""
     if not torch.cuda.is_available():

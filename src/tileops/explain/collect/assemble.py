@@ -224,7 +224,7 @@ def _sources(report: Report) -> dict[str, str]:
 
 def _unknown(report: Report) -> list[Unknown]:
     lowered = [each for one in report.compilations for each in one.inductor]
-    found = []
+    found = [Unknown(what, why) for what, why in private.missing.items()]
     if not report.compilations:
         why = "no call compiled: compiled before, or no tensor work, or torch.compile is disabled"
         found.append(Unknown("every stage", why))

@@ -47,10 +47,11 @@ def _visited(entries: list[DispatchEntry], keys: Any) -> list[DispatchStep] | No
     with the keys below it. A composite kernel calls other operators, which dispatch for themselves."""
     served = {entry.key: entry.kernel for entry in entries}
     steps: list[DispatchStep] = []
-    if keys is None:
+    order = None if keys is None else private.redispatch(keys)
+    if order is None:
         return None
     passed: list[str] = []
-    for key, _ in private.redispatch(keys):
+    for key, _ in order:
         passed.append(key)
         kernel = served.get(key)
         if kernel is None:

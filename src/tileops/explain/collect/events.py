@@ -94,7 +94,7 @@ class Events:
         elif kind in _GRAPHS:
             if kind == "inductor_post_grad_graph" and self._end_autotune is None:
                 self._end_autotune = private.on_autotune(self._timed)
-            event.data = {**event.data, "stacks": private.node_stacks()}
+            event.data = {**event.data, "stacks": private.node_stacks() or []}
         self._add(event)
 
     def _timed(self, name: str, times: dict[str, float]) -> None:

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from tileops.explain import torch_private as private
 from tileops.explain.collect.memory import Memory
 from tileops.explain.model import Candidate, Graph, Group, Inductor, Kernel, Line, Unfused
 
@@ -138,6 +139,7 @@ class _Kernels:
 
     def __init__(self, told: Lowered, groups: list[Group] | None, memory: Memory) -> None:
         self.memory = memory
+        self.path = told.path
         self.nodes = {node.name: node for node in told.graph.nodes}
         self.captured = told.captured
         self.groups, self.left = groups, list(groups or ())
@@ -172,6 +174,10 @@ class _Kernels:
             schedule = (
                 _triton_schedule(known["head"], source) if language == "triton" else _loops(source)
             )
+            if language == "triton" and self.path:
+                schedule |= {
+                    k: str(v) for k, v in (private.launched_with(self.path, name) or {}).items()
+                }
             origins = list(dict.fromkeys(n for group in own for n in group.nodes))
         if "tileops" in name:
             kind = "tileops"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,10 +67,15 @@ def _rewritten(one: Compilation, event: Recorded, recorded: list[Recorded]) -> N
 def _inside(op: OpNode, inductor: list[Inductor], lowered: list[Graph]) -> str | None:
     """The kernels that compute the nodes of an op's decomposition."""
     own: set[str] = set()
+    lines: list[Line | None] = [*op.substituted_from] or [op.at]
     for graph in lowered:
         # Torch prints the innermost line, which for such nodes is in the op's generated code.
         raw = {node.name for node in read_graph("", graph.code).nodes if _generated(node.line)}
-        own |= {n.name for n in graph.nodes if n.name in raw and _same_place(n.line, op.at)}
+        # What replaced plain code has the lines of that code.
+        own |= {
+            n.name for n in graph.nodes
+            if (op.substituted_from or n.name in raw) and any(_same_place(n.line, at) for at in lines)
+        }  # fmt: skip
     names = [
         kernel.name for each in inductor if each.stage != "backward" for kernel in each.kernels
         if own & set(kernel.nodes or ())
@@ -130,7 +136,7 @@ def _op(spelled: str, recorded: list[Recorded]) -> OpNode:
     last = _last(name, spelled)
     served = _Served()
     if last is not None:
-        build = repr(last.build) if last.build else None
+        build = re.sub(r" at 0x[0-9a-f]+", "", repr(last.build)) if last.build else None
         served = _Served(last.target, last.decided_by, last.kernel, dict(last.refused), build)
     elif plans:  # the op is gone: its plan told the same, without the build
         told = plans[-1].data
