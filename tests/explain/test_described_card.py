@@ -33,6 +33,11 @@ def test_triton_with_its_schedule():
     # Read by the product, written by it and read again, written over.
     assert product.bytes == 2 * (512 * 64 + 64 * 256 + 512 * 256)
     assert rows.bytes == 2 * 2 * 512 * 256
+    assert rows.schedule["R0_BLOCK"] == "256"
+    assert [(each.reuses, each.kept) for each in lowered.buffers] == [
+        (None, False), (lowered.buffers[0].name, True),
+    ]  # fmt: skip
+    assert lowered.peak_bytes == 2 * 512 * 256
 
 
 def test_the_machine_is_as_before():
