@@ -118,3 +118,13 @@ def bounded(x, y):
     if y.shape[1] % 4 == 0:
         return x * y.sum()
     return x
+
+
+def masks(x):
+    """Backward of ``relu`` needs where it was positive, which forward saves and backward may overwrite."""
+    return (x * 2).relu().sum(-1)
+
+
+def chooses(x):
+    """Both branches are compiled, and one of them runs."""
+    return torch.cond(x.sum() > 0, lambda x: x.sin() + 1, lambda x: x.cos() - 1, (x,))

@@ -74,7 +74,7 @@ def settled(text: str, folder: str = "") -> str:
     text = re.sub(r"\b0x[0-9a-f]{6,}\b", "0x…", text)
     text = re.sub(r"\b\d+\.\d+ (µs|ms|s|times)\b", r"… \1", text)  # clocks
     text = re.sub(r"\b(\w+\.(?:cpp|h)):\d+", r"\1", text)  # torch's own sources
-    text = re.sub(r"\) @[0-9a-f]{8}(\+[0-9a-f]{8})?'", ") @…'", text)  # an entry's stamp
+    text = re.sub(r"@[0-9a-f]{8}(\+[0-9a-f]{8})?'", "@…'", text)  # an entry's stamp
     text = re.sub(r"\b(torch \d+\.\d+)\.\S+?(?=[,)])", r"\1", text)
     return "\n".join(line.rstrip() for line in text.strip("\n").splitlines()) + "\n"
 

@@ -225,6 +225,14 @@ def test_saved():
     assert "aten.mm" not in [kept.target for kept in part.recomputed]
 
 
+def test_training_with_what_backward_may_overwrite():
+    x = torch.randn(6, 8, requires_grad=True)
+    report = tileops.explain(golden.masks, x, training=True)
+    assert [each.stage for each in report.compilations[0].inductor] == ["forward", "backward"]
+    part = report.compilations[0].normalisation.partition
+    assert 6 * 8 in [kept.bytes for kept in part.saved]  # a mask of bytes
+
+
 # ---- CUDA graphs ---------------------------------------------------------------------------------
 
 

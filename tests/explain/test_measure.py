@@ -13,7 +13,7 @@ from tests.explain import golden
 from tests.explain.test_golden import fresh  # noqa: F401
 from tileops.explain import torch_private as private
 from tileops.explain.collect.measure import CALL, UNMEASURED, attach, kernels_marked, tree
-from tileops.explain.model import Break, Compilation, Guards, Inductor, Kernel, Report
+from tileops.explain.model import Break, Compilation, CudaGraphs, Guards, Inductor, Kernel, Report
 from tileops.explain.torch_private import Profile, Span
 
 
@@ -112,6 +112,26 @@ def test_kernels_on_a_gpu(monkeypatch):
     assert made.unknown == []
 
 
+def test_marks_are_for_the_cpu(monkeypatch):
+    """On a GPU the marked calls have a clock of their own: its kernels are the plain calls'."""
+    made = report()
+    marked = Profile(*on_gpu(5_000_000))
+    attach(made, Profile(*on_gpu(0)), marked)
+    assert [each.time_us for each in made.compilations[0].inductor[0].kernels] == [10, 25, 8]
+
+
+def test_recorded_graphs_on_a_gpu(monkeypatch):
+    made = report()
+    for one in made.compilations:
+        one.cuda_graphs = CudaGraphs(None, None)
+    host, device = on_gpu(0)
+    attach(made, Profile([*host, Span("cudaGraphLaunch", 35, 36, 1)], device))
+    first, second = (one.cuda_graphs for one in made.compilations)
+    assert first.used is True
+    assert second.used is False
+    assert second.reason
+
+
 def test_memory_of_an_unknown_card(monkeypatch):
     made = measured(monkeypatch, gbps=None)
     assert made.compilations[0].inductor[0].kernels[0].time_us == 10
@@ -181,6 +201,19 @@ def test_kernels_on_the_cpu():
     assert UNMEASURED not in [each.what for each in made.unknown]
 
 
+def test_the_branch_that_runs_has_a_time():
+    """Inductor's cache passes ``cond`` by: its graph has no key in a profile."""
+    made = tileops.explain(golden.chooses, torch.ones(64), measure=True)
+    (inductor,) = made.compilations[0].inductor
+    assert inductor.key is None
+    times = {each.name: each.time_us for each in inductor.kernels}
+    (taken,) = [time for name, time in times.items() if "sin" in name]
+    (other,) = [time for name, time in times.items() if "cos" in name]
+    assert taken > 0
+    assert other is None
+    assert made.measured.synchronizations == 1  # the condition is read
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_branch_waits_once(sign):
     made = tileops.explain(golden.branches, sign * torch.ones(4), backend="eager", measure=True)
@@ -223,7 +256,7 @@ def test_names_of_kernels_are_put_back():
     with tileops.explaining() as made:
         torch.compile(golden.fuses)(torch.randn(8, 8))
     (inductor,) = made.compilations[0].inductor
-    names = private.generated_names(inductor.path)
+    (names,) = private.generated_names(inductor.path)
     plain = names[inductor.kernels[0].name]
     with contextlib.suppress(KeyError), kernels_marked(made):
         assert names[inductor.kernels[0].name] is not plain

@@ -172,37 +172,6 @@ def test_triton():
     assert choice == [("triton_mm_3", 500.0, False), ("mm", 250.0, True)]
 
 
-def test_triton_of_this_torch():
-    """What Inductor makes for a card of this description, of the torch that is installed: pointwise
-    work, a product by a library, and a reduction; 16-bit values of 64 × 128, 128 × 256, 64 × 256."""
-    import torch
-
-    import tileops
-    from tests.explain.described_card import on_a_card
-
-    def model(x, w):
-        return (torch.relu(x * 2) @ w).softmax(-1)
-
-    with on_a_card():
-        x, w = (
-            torch.empty(*s, device="cuda", dtype=torch.float16) for s in ((64, 128), (128, 256))
-        )
-        report = tileops.explain(model, x, w)
-    (made,) = report.compilations[0].inductor
-    kinds = [(each.kind, each.language, each.bytes) for each in made.kernels]
-    x_bytes, w_bytes, y_bytes = 64 * 128 * 2, 128 * 256 * 2, 64 * 256 * 2
-    assert kinds == [
-        ("pointwise", "triton", 2 * x_bytes),
-        ("extern", "extern", x_bytes + w_bytes + y_bytes),
-        ("reduction", "triton", 2 * y_bytes),
-    ]
-    assert "8192" in made.kernels[0].schedule["size_hints"]
-    assert made.kernels[2].schedule["R0_BLOCK"] == "256"  # a row of softmax
-    assert [each.kept for each in made.buffers] == [False, False, True]
-    assert made.buffers[2].reuses == made.buffers[1].name  # the product is dead by then
-    assert made.peak_bytes == x_bytes + y_bytes
-
-
 def test_memory_that_is_planned():
     """Two buffers at places of one pool; the second is returned."""
     code = """

@@ -260,3 +260,14 @@ def test_profiled():
     assert own.end <= mine.end
     assert seen.why is None
     assert seen.device == []
+
+
+def test_plain_of():
+    model = torch.nn.Linear(2, 2)
+    assert private.plain_of(torch.compile(model, backend="eager")) is model
+    assert private.plain_of(torch.compile(golden.whole, backend="eager")) is golden.whole
+    assert private.plain_of(golden.whole) is golden.whole
+    report = tileops.explain(
+        torch.compile(golden.whole, backend="eager"), torch.ones(2), backend="eager"
+    )
+    assert (report.title, len(report.graphs)) == ("whole", 1)

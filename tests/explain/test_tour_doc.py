@@ -45,7 +45,7 @@ def test_what_the_text_says_of_the_outputs(printed):
     """Facts that hold on any release, written from the text."""
     assert printed["backend.py"].count("call_function") == 3
     assert "unrolled 3 times" in printed["loop.py"]
-    assert "3 graphs, 2 breaks" in printed["breaks.py"]
+    assert "4 graphs, 2 breaks" in printed["breaks.py"]
     assert "print" in printed["fullgraph.py"]
     assert printed["guards.py"].count("instead of 0/0") == 4
     assert printed["dispatch.py"].index("AutogradCPU kernel") < printed["dispatch.py"].index(
@@ -59,6 +59,8 @@ def test_what_the_text_says_of_the_outputs(printed):
     assert "template, cpp" in printed["autotune.py"]
     assert printed["cudagraphs.py"].count("CUDA graphs: skipped") == 2
     assert "tileops.norm_rms_norm_bwd" in printed["op.py"]
+    assert printed["op_again.py"].count("1 graph, 0 breaks, 0 recompilations") == 2
+    assert "fx_graph hit" in printed["op_again.py"]
 
 
 if __name__ == "__main__":

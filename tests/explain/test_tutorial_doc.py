@@ -74,6 +74,10 @@ def test_what_the_text_says(printed):
     assert "copied back" not in pure
     assert (counts(opaque)[3], counts(fused)[3]) == (12, 11)
     assert fused.count("fused into") == 3
+    moved = [
+        float(re.search(r"([\d.]+) MiB read and written", text)[1]) for text in (opaque, fused)
+    ]
+    assert moved[0] - moved[1] == pytest.approx(2, abs=0.2)
     assert [int(n) for n in re.findall(r"(\d+) recompilations", timed)][1] == 0
 
 

@@ -69,7 +69,8 @@ def explain(
     then: Sequence[tuple[Any, ...]] = (),
     measure: bool = False,
 ) -> Report:
-    """Compile a function or module, call it once with ``args``, and say what torch did.
+    """Compile a function or module, call it once with ``args``, and say what torch did. Of what
+    ``torch.compile`` made, the function or module under it is taken.
 
     ``training=True`` also runs backward (``.grad`` stays as it is); ``False`` calls without
     gradients; ``None`` takes the grad mode as it is. Compiled versions, disk caches and what torch
@@ -102,6 +103,7 @@ def explain_into(
     measure: bool = False,
 ) -> None:
     """:func:`explain` into a report that holds what was seen also where the call raises."""
+    target = private.plain_of(target)
     name = getattr(target, "__qualname__", None) or type(target).__name__
     report.title = name
     chosen = {

@@ -26,8 +26,8 @@ _T = TypeVar("_T")
 __all__ = [
     "CUDAGRAPHS", "FUSION", "POST_FUSION", "TRACE", "TRACE_CALL", "TRACE_SOURCE", "Profile", "Span",
     "compile_place", "compiled_times", "computed_table", "generated_names", "is_torch_file", "key_set",
-    "launched_with", "library", "limit", "memory_gbps", "node_stacks", "on_autotune", "profiled",
-    "recompiled_frame", "redispatch", "span", "tapped", "untouched",
+    "launched_with", "library", "limit", "memory_gbps", "node_stacks", "on_autotune", "plain_of",
+    "profiled", "recompiled_frame", "redispatch", "span", "tapped", "untouched",
 ]  # fmt: skip
 
 TRACE = "torch.__trace"
@@ -291,32 +291,42 @@ def span(name: str) -> contextlib.AbstractContextManager[Any]:
 
 
 @_adapter
-def generated_names(path: str) -> dict[str, Any] | None:
-    """Names in the module that Inductor wrote to ``path``; None where torch no longer holds it."""
+def generated_names(path: str) -> list[dict[str, Any]]:
+    """Names in the modules that Inductor wrote to ``path``: loaded with other constants, one is two."""
     cache = sys.modules.get("torch._inductor.codecache")
     loaded = cache.PyCodeCache.modules if cache is not None else ()
-    return next((vars(each) for each in loaded if getattr(each, "__file__", None) == path), None)
+    return [vars(each) for each in loaded if getattr(each, "__file__", None) == path]
+
+
+def _generated(path: str, name: str) -> Any:
+    found = [names[name] for names in generated_names(path) or () if name in names]
+    return found[-1] if found else None
 
 
 @_adapter
 def library(path: str, kernel: str) -> str | None:
     """The file with the machine code of a C++ kernel in the module at ``path``."""
-    module = getattr((generated_names(path) or {}).get(kernel), "__self__", None)
-    return getattr(module, "__file__", None)
+    return getattr(getattr(_generated(path, kernel), "__self__", None), "__file__", None)
 
 
 @_adapter
 def launched_with(path: str, kernel: str) -> dict[str, Any]:
     """Block sizes, warps and stages of a Triton kernel in the module at ``path``, and what its machine
     code takes. Empty before its first launch, which chooses."""
-    tuner = (generated_names(path) or {}).get(kernel)
-    launchers: list[Any] = list(getattr(tuner, "launchers", None) or ())
+    launchers: list[Any] = list(getattr(_generated(path, kernel), "launchers", None) or ())
     if len(launchers) != 1:
         return {}
     config = launchers[0].config
     found = {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
     taken = {name: getattr(launchers[0], name, None) for name in ("n_regs", "n_spills", "shared")}
     return found | {name: value for name, value in taken.items() if value is not None}
+
+
+def plain_of(function: Any) -> Any:
+    """The function or module that ``torch.compile`` made this of; else the thing itself."""
+    if isinstance(function, torch._dynamo.eval_frame.OptimizedModule):
+        return function._orig_mod
+    return getattr(function, "_torchdynamo_orig_callable", function)
 
 
 @_adapter

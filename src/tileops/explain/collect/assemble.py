@@ -239,8 +239,8 @@ def _unknown(report: Report) -> list[Unknown]:
     if any(kernel.language == "triton" for each in lowered for kernel in each.kernels):
         why = "torch does not tell whether Triton's own cache had it"
         found.append(Unknown("cache of the machine code of Triton kernels", why))
-    if any(entry.visited is None for entry in report.dispatch):
-        found.append(Unknown("dispatch tables", "torch has no table for an operator"))
+    if bare := [each.operator for each in report.dispatch if each.visited is None]:
+        found.append(Unknown(f"dispatch of {', '.join(bare)}", "torch has no table for it"))
     if any(one.cuda_graphs and one.cuda_graphs.used is None for one in report.compilations):
         found.append(Unknown("CUDA graphs", "they are recorded at a later call"))
     return found

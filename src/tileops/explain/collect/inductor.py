@@ -23,6 +23,8 @@ _CALLED = re.compile(
     r"^\s+(?:(?P<result>buf\w+) = )?(?P<name>[A-Za-z_][\w.]*?)(?:\.run)?\((?P<args>.*)\)\s*$"
 )
 _LOOP = re.compile(r"for\((?:int64_t|long) (\w+)=.*?; \1<(.*?); \1\+=(.*)\)$", re.MULTILINE)
+_LAUNCHES = re.compile(r"\s*def (call|partition_\d+|\w*graph\w*)\((self, )?args\)")
+"""The function of the graph, of its parts, and of graphs inside it: branches of ``cond``, loop bodies."""
 _LIBRARY = re.compile(r"(extern_kernels|aten|torch\.ops|mkldnn)\b")
 _NOT_KERNELS = ("empty_strided", "assert_", "reinterpret_tensor", "del", "args.", "return", "torch._C",
                 "start_graph", "end_graph", "run_intermediate", "raise", "stream", "alloc_from_pool",
@@ -217,7 +219,7 @@ class _Kernels:
 def _body(code: str) -> list[str]:
     """Lines of the function that launches."""
     lines = code.splitlines()
-    starts = [i for i, line in enumerate(lines) if re.match(r"\s*def (call|partition_\d+)\(", line)]
+    starts = [i for i, line in enumerate(lines) if _LAUNCHES.match(line)]
     body = []
     for start in starts:
         depth = len(lines[start]) - len(lines[start].lstrip())

@@ -79,13 +79,14 @@ def kernels_marked(report: Report) -> Iterator[None]:
     undo: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for lowered in _lowered(report):
-            names = private.generated_names(lowered.path) if lowered.path else None
-            for kernel in lowered.kernels if names is not None else ():
-                plain = names.get(kernel.name) if names and kernel.language == "cpp" else None
-                if callable(plain) and not hasattr(plain, "__wrapped__"):
-                    assert names is not None
-                    undo.append((names, kernel.name, plain))
-                    names[kernel.name] = _marked(kernel.name, plain)
+            modules = private.generated_names(lowered.path) if lowered.path else None
+            kernels = {each.name for each in lowered.kernels if each.language == "cpp"}
+            for names in modules or ():
+                for name in kernels & names.keys():
+                    plain = names[name]
+                    if not hasattr(plain, "__wrapped__"):
+                        undo.append((names, name, plain))
+                        names[name] = _marked(name, plain)
         yield
     finally:
         for names, name, plain in undo:
@@ -123,17 +124,22 @@ def attach(report: Report, plain: Profile, marked: Profile | None = None) -> Non
     report.measured = _measured(middle, inside, timeline)
     for one in report.compilations:
         _lookup(one, inside)
+        _cuda_graphs(one, inside)
         for each in one.breaks:
             _break(one, each, inside)
     graphs = [n for call in calls for n in nodes if _covers(call, n) and _GRAPH.match(n.span.name)]
-    timed = graphs if marked is None or marked.why else [
-        n for n in tree(marked.host) if _GRAPH.match(n.span.name)
-    ]  # fmt: skip
-    for lowered in _lowered(report):
-        own = [node for node in graphs if _key(node) == lowered.key]
-        if own and lowered.key is not None:
-            lowered.run = _run(own, timeline)
-            _kernels(lowered, [node for node in timed if _key(node) == lowered.key], timeline)
+    timed = graphs
+    if marked is not None and marked.why is None and not timeline.device:
+        timed = [node for node in tree(marked.host) if _GRAPH.match(node.span.name)]
+    for one in report.compilations:
+        unnamed = [each for each in one.inductor if each.key is None]
+        for lowered in one.inductor:
+            # What Inductor's cache passed by has no key: its region tells it, if it is the only one.
+            if lowered.key is not None or len(unnamed) == 1:
+                own = [node for node in graphs if _is_of(node, one, lowered)]
+                if own:
+                    lowered.run = _run(own, timeline)
+                _kernels(lowered, [node for node in timed if _is_of(node, one, lowered)], timeline)
     kernels = [kernel for each in _lowered(report) for kernel in each.kernels]
     if kernels and all(kernel.time_us is None for kernel in kernels):
         why = "the profile has no spans of kernels"
@@ -172,6 +178,13 @@ def _covers(call: _Node, node: _Node) -> bool:
 def _key(node: _Node) -> str | None:
     match = _GRAPH.match(node.span.name)
     return match[1] if match else None
+
+
+def _is_of(node: _Node, one: Compilation, lowered: Inductor) -> bool:
+    if lowered.key is not None:
+        return _key(node) == lowered.key
+    region = node.within(lambda name: name.startswith(_REGION))
+    return _key(node) == "None" and region is not None and region.span.name == _REGION + one.id
 
 
 def _synchronizes(node: _Node, on_gpu: bool) -> bool:
@@ -259,6 +272,17 @@ def _break(one: Compilation, at: Break, inside: list[_Node]) -> None:
     at.python_us = sum(gaps) if gaps else None
 
 
+def _cuda_graphs(one: Compilation, inside: list[_Node]) -> None:
+    """Whether a warm call of its code launched recorded graphs."""
+    keys = {each.key for each in one.inductor if each.key is not None}
+    own = [node for node in inside if _key(node) in keys]
+    if one.cuda_graphs is not None and one.cuda_graphs.used is None and own:
+        launches = [node for node in inside if "GraphLaunch" in node.span.name]
+        used = any(_covers(graph, launch) for graph in own for launch in launches)
+        why = None if used else "a warm call launched none; torch says no reason"
+        one.cuda_graphs.used, one.cuda_graphs.reason = used, why
+
+
 def _run(calls: list[_Node], timeline: _Timeline) -> GraphRun:
     device = [_device_us([call, *call.below()]) for call in calls]
     idle = [_idle(timeline.part(call)) for call in calls]
@@ -296,7 +320,7 @@ def _on_host(kernels: list[Kernel], call: _Node) -> list[float | None]:
         names = (_KERNEL + kernel.name, _operator(kernel.name))
         at = next((i for i, node in enumerate(left) if node.span.name in names), None)
         found.append(None if at is None else left[at].us)
-        left = left if at is None else left[at + 1 :]
+        left = left if at is None else left[:at] + left[at + 1 :]
     return found
 
 

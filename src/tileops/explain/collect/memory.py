@@ -150,7 +150,8 @@ class Memory:
         if isinstance(statement, ast.Assign):
             made = ast.unparse(statement.targets[0])
             sizes += [self._bytes.get(name) for name in self._parts.get(made, [made])]
-        return None if any(size is None for size in sizes) else sum(size or 0 for size in sizes)
+        known = bool(sizes) and all(size is not None for size in sizes)
+        return sum(size or 0 for size in sizes) if known else None
 
     def _argument(self, given: ast.expr) -> int | None:
         """0: it is no tensor."""

@@ -283,11 +283,11 @@ def _op(op: OpNode) -> Iterable[str]:
         yield f"    in the place of {'; '.join(map(_code, op.substituted_from))}"
     if op.fused_into:
         yield f"    fused into {op.fused_into}"
-    else:
+    else:  # what served an equal op elsewhere says nothing of one that is no call any more
         target = f"target {op.target or _UNKNOWN} (by {op.decided_by or _UNKNOWN})"
         yield f"    {target}, kernel {op.kernel or _UNKNOWN}"
-    for name, reason in op.refused.items():
-        yield f"    refused {name}: {reason}"
+        for name, reason in op.refused.items():
+            yield f"    refused {name}: {reason}"
     if op.not_fused:
         yield f"    not fused: {op.not_fused}"
 
