@@ -73,8 +73,9 @@ def prepared(
     """The kernels of one workload, compiled for a card that is not there and held to its limits; they use
     no local memory unless ``local_memory`` says why."""
     made = workload_inputs(op_class, workload, "meta")
-    specs = [None if t is None else spec(*t.shape, dtype=t.dtype) for t in made.inputs.values()]
-    found = made.op.prepare(*specs, device=f"cuda:sm_{arch[0]}{arch[1]}")
+    specs = {n: t if t is None else spec(*t.shape, dtype=t.dtype) for n, t in made.inputs.items()}
+    named = {i.name: specs.pop(i.name) for i in op_class.entry.inputs if i.kw_only}
+    found = made.op.prepare(*specs.values(), **named, device=f"cuda:sm_{arch[0]}{arch[1]}")
     assert local_memory or not found.spilling, str(found)
     assert all(not kernel.note for kernel in found.kernels), str(found)
     return found

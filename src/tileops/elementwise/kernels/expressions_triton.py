@@ -10,18 +10,14 @@ torch's kernels give for NaN, infinities and zeros of both signs holds here too.
 import triton
 import triton.language as tl
 
-from tileops.elementwise.kernels import narrow_triton as narrow
 from tileops.elementwise.kernels.functions_triton import (
     cos,
     erf,
-    exp,
     expm1,
     floordivide,
     log,
     log1p,
-    logistic,
     negated,
-    normal_cdf,
     number,
     pow,
     quotient,
@@ -30,6 +26,14 @@ from tileops.elementwise.kernels.functions_triton import (
     sin,
     tanh,
     truncated,
+)
+from tileops.lib.activations_triton import (
+    exp,
+    gelu_none_and_slope,
+    gelu_tanh_and_slope,
+    inverse,
+    logistic,
+    silu_and_slope,
 )
 
 __all__ = ["cos", "erf", "floordivide", "log", "pow", "remainder", "sin", "tanh"]
@@ -370,7 +374,7 @@ def mish(x, NARROW: tl.constexpr):
     # tanh(log(1 + e**x)) is n / (n + 2) for n = e**x * (e**x + 2), which is 1 where e**x is large.
     power_of_e = exp(tl.minimum(x, 20.0, propagate_nan=NANS), NARROW)
     n = power_of_e * (power_of_e + 2.0)
-    return x * (n * narrow.inverse(n + 2.0) if NARROW else tl.div_rn(n, n + 2.0))
+    return x * (n * inverse(n + 2.0) if NARROW else tl.div_rn(n, n + 2.0))
 
 
 @triton.jit
@@ -389,27 +393,3 @@ def gelu_none(x, NARROW: tl.constexpr):
 def gelu_tanh(x, NARROW: tl.constexpr):
     value, _ = gelu_tanh_and_slope(x, NARROW)
     return value
-
-
-# ---- activations with their slopes, for gates ----------------------------------------------------------
-
-
-@triton.jit
-def silu_and_slope(x, NARROW: tl.constexpr):
-    """Minus infinity gives NaN as torch does."""
-    s = logistic(x, NARROW)
-    return x * s, s * (1.0 + x * (1.0 - s))
-
-
-@triton.jit
-def gelu_none_and_slope(x, NARROW: tl.constexpr):
-    # The two terms of the slope cancel near -0.75, where a narrow cdf would show.
-    slope = normal_cdf(x, False) + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
-    return x * normal_cdf(x, NARROW), slope
-
-
-@triton.jit
-def gelu_tanh_and_slope(x, NARROW: tl.constexpr):
-    # (1 + tanh(u)) / 2 is sigmoid(2u), which loses nothing where tanh is near -1.
-    s = logistic(x * tl.fma(x * x, 0.07135481282553481, 1.5957691216057308), NARROW)
-    return x * s, s + x * s * (1.0 - s) * (1.5957691216057308 * (1.0 + 0.134145 * x * x))

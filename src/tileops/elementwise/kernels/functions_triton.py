@@ -9,11 +9,8 @@ import triton
 import triton.language as tl
 
 from tileops.elementwise.kernels import narrow_triton as narrow
+from tileops.lib.activations_triton import LN_2, LOG2_E, LOG2_E_REST
 
-LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-LOG2_E_REST: tl.constexpr = tl.constexpr(1.925963033500712e-08)
-"""log2(e) less its float32."""
-LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LN_2_HIGH: tl.constexpr = tl.constexpr(0.693145751953125)
 """ln(2) in 13 bits: its product with an exponent is exact."""
 LN_2_REST: tl.constexpr = tl.constexpr(1.4286068203094173e-06)
@@ -50,19 +47,6 @@ def round_even(x):
 @triton.jit
 def quotient(x, y, NARROW: tl.constexpr):
     return x / y if NARROW else tl.div_rn(x, y)
-
-
-@triton.jit
-def exp(x, NARROW: tl.constexpr):
-    """``e**x``; exactly, of ``x * log2(e)`` in two parts, since the rounding of a large one is seen."""
-    if NARROW:
-        return tl.exp(x)
-    else:
-        high = x * LOG2_E
-        rest = tl.fma(x, LOG2_E_REST, tl.fma(x, LOG2_E, -high))
-        power = tl.exp2(high)
-        # Of infinities the rest is NaN.
-        return tl.where(tl.abs(high) < 150.0, tl.fma(power, rest * LN_2, power), power)
 
 
 @triton.jit
@@ -222,16 +206,6 @@ def cos(x, NARROW: tl.constexpr):
 @triton.jit
 def erf(x, NARROW: tl.constexpr):
     return narrow.erf(x) if NARROW else tl.erf(x)
-
-
-@triton.jit
-def logistic(x, NARROW: tl.constexpr):
-    return narrow.logistic(x) if NARROW else 1.0 / (1.0 + exp(-x, False))
-
-
-@triton.jit
-def normal_cdf(x, NARROW: tl.constexpr):
-    return narrow.normal_cdf(x) if NARROW else 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
 
 
 @triton.jit

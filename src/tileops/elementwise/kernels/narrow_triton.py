@@ -8,8 +8,8 @@ Polynomials are minimax fits of relative error, which their comments state in po
 import triton
 import triton.language as tl
 
-LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+from tileops.lib.activations_triton import LN_2, LOG2_E, exp2, inverse
+
 PI: tl.constexpr = tl.constexpr(3.1415925025939941)
 """pi in float32, rounded down."""
 PI_REST: tl.constexpr = tl.constexpr(1.5099579909783764e-07)
@@ -19,24 +19,9 @@ NANS: tl.constexpr = tl.constexpr(tl.PropagateNan.ALL)
 
 
 @triton.jit
-def exp2(x):
-    return tl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
 def log2(x):
     return tl.inline_asm_elementwise(
         "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def inverse(x):
-    """``1 / x`` for sizes of ``x`` from 2**-126 to 2**126."""
-    return tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
     )
 
 
@@ -48,13 +33,6 @@ def _signed(x, bits):
 
 
 # ---- exponentials and logarithms -------------------------------------------------------------------
-
-
-@triton.jit
-def logistic(x):
-    """``1 / (1 + e**-x)``, also where that is below 2**-126."""
-    quarter = tl.fma(exp2(x * -LOG2_E), 0.25, 0.25)
-    return inverse(quarter) * 0.25
 
 
 @triton.jit
@@ -90,18 +68,6 @@ def erf(x):
     y = tl.fma(y, s, 0.11105066610756428)
     y = tl.fma(y, s, -0.3754910234451139)
     return x * tl.fma(y, s, 1.1283395408928099)
-
-
-@triton.jit
-def normal_cdf(x):
-    """As exact, relative to it, far below 0."""
-    t = inverse(tl.fma(tl.abs(x), 0.25, 1.0))
-    y = tl.fma(t, 0.24159290189835017, -0.10386987794067891)  # cdf(-|x|) * e**(x**2 / 2): 2**-14.3
-    y = tl.fma(y, t, 0.18038924318396288)
-    y = tl.fma(y, t, 0.08051898360578577)
-    y = tl.fma(y, t, 0.10134871437441648)
-    below = y * t * exp2(x * x * -0.7213475204444817)
-    return tl.where(x < 0.0, below, 1.0 - below)
 
 
 # ---- waves ---------------------------------------------------------------------------------------------
