@@ -8,23 +8,30 @@ where ``saved + OVERHEAD >= ADVANTAGE * moved``, in bytes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from tileops.engine.kernel import CallSpec, TensorSpec
 from tileops.engine.manifest.entry import Entry
+from tileops.engine.op import Op
 from tileops.engine.pattern import Pattern
+from tileops.engine.plan import in_tree_kernels
+from tileops.engine.select import select
+from tileops.engine.targets import device_facts
 from tileops.fusion.graph import fusable, tensors_of, value_of
 
 __all__ = [
+__all__ = [
     "ADVANTAGE",
-    "EPILOGUE",
+    "APART",
     "ONE_ROW",
     "OVERHEAD",
     "Estimate",
-    "Product",
     "brings_nothing",
     "epilogue_loses",
     "estimate",
@@ -156,50 +163,34 @@ def brings_nothing(entry: Entry, pattern: Pattern, device: str, gradient: bool) 
 
 # ---- epilogues of products -----------------------------------------------------------------------
 
-EPILOGUE = {"cuda": (0.04, 160)}
-"""By device: the share of its time that a product loses in a kernel with an epilogue against the library's
-product, and floating-point operations in the time of a byte. Estimates until
-``python -m benchmarks.epilogue --device cuda`` has run. No other device has such a kernel: what follows a
-product there, Inductor fuses among itself."""
+APART = "cublas_then_finish"
+"""The kernel that does what Inductor does: the library's product, then one kernel over its result."""
 
 
-@dataclass(frozen=True)
-class Product:
-    """A product whose epilogue might move into it."""
+def epilogue_loses(
+    op: Op, inputs: Mapping[str, Any], outputs: Mapping[str, Any], device: torch.device
+) -> str:
+    """Why the op of a product with an epilogue would not be faster than both apart; '' where it would.
 
-    device: str
-    result: torch.Tensor
-    depth: Any
-    near: bool
-    """Inductor would fuse what follows with the epilogue, which then moves the result all the same."""
-    kept: bool
-    """The preactivation is written too, for a gradient."""
-
-    @property
-    def saved(self) -> int:
-        """Bytes that are neither written nor read between product and epilogue."""
-        return _nbytes(self.result) * (1 if self.kept else 2)
-
-    @property
-    def lost(self) -> int:
-        """What the slower product costs, in bytes."""
-        share, intensity = EPILOGUE.get(self.device, (0.0, 1))
-        rows = _hint(self.result.numel()) // max(_hint(self.result.shape[-1]), 1)
-        columns, depth = _hint(self.result.shape[-1]), _hint(self.depth)
-        moved = (rows * depth + columns * depth) * self.result.dtype.itemsize
-        return int(share * max(2 * rows * columns * depth // intensity, moved))
-
-    def __str__(self) -> str:
-        return f"it saves {self.saved} bytes and loses {self.lost}"
+    By the times that its in-tree kernels declare. ``inputs`` and ``outputs``: fake values by name; their
+    symbolic sizes count as hinted.
+    """
+    facts = device_facts(device)
+    if facts.type != "cuda":
+        return f"on {facts.type} Inductor's code for what follows a product is as fast"
+    call = CallSpec(
+        type(op).__name__, SimpleNamespace(**op._params), {},
+        {name: _spec(value) for name, value in inputs.items()},
+        {name: _spec(value) for name, value in outputs.items()}, facts,
+    )  # fmt: skip
+    found = select(call, in_tree_kernels(type(op), facts.type))
+    if found.kernel.name != APART and not found.kernel.last_resort:
+        return ""
+    others = "; ".join(f"{name}: {why}" for name, why in found.refused)
+    return f"the library's product and a kernel after it are as fast ({others})"
 
 
-def epilogue_loses(product: Product, templates: bool) -> str:
-    """Why a product should not take its epilogue; '' where it should. ``templates``: Inductor times
-    kernels of its own for this product."""
-    if product.device not in EPILOGUE:
-        return f"on {product.device} Inductor's code for what follows a product is as fast"
-    if templates:
-        return "with max_autotune Inductor's templates take it"
-    if product.near:
-        return "Inductor fuses it with what follows"
-    return "" if product.saved >= product.lost else f"the library's product is faster: {product}"
+def _spec(value: Any) -> TensorSpec | None:
+    if value is None:
+        return None
+    return TensorSpec.contiguous_of(tuple(map(_hint, value.shape)), value.dtype, value.device)

@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from tileops.engine.errors import TileopsError
 from tileops.engine.op import Op
-from tileops.fusion.cost import Product, epilogue_loses
+from tileops.fusion.cost import epilogue_loses
 from tileops.fusion.graph import Edit, canonical, fusable, value_of
 from tileops.fusion.placement import Call, call_of, given_to, served_in_tree
 from tileops.fusion.policies import policy_of
@@ -259,15 +259,53 @@ def _settle(rewrite: Rewrite, chain: _Chain) -> tuple[str, str]:
     said, by = policy_of(chain.product, "auto", rewrite.policy)
     if said == "never":
         return f"policy never, by {by}", ""
-    why = f"policy always, by {by}"
+    try:
+        op = _op(chain)
+    except TileopsError as error:
+        return str(error), ""
     if said == "auto":
-        costs = _costs(chain)
-        reason = epilogue_loses(costs, rewrite.max_autotune and chain.own is None)
-        if reason:
-            return reason, ""
-        why = str(costs)
-    problem = _replace(rewrite, chain)
+        reason = _loses(rewrite, chain, op)
+    problem = reason or _replace(rewrite, chain, op)
+    why = f"policy always, by {by}" if said == "always" else "its kernel is faster than both apart"
     return (problem, "") if problem else ("", why)
+
+
+def _keeps(chain: _Chain) -> bool:
+    return chain.activation is not None and value_of(chain.product).requires_grad
+
+
+def _op(chain: _Chain) -> Op:
+    from tileops.gemm import GEMMEpilogueFwdOp
+
+    dtype = value_of(chain.last).dtype
+    return GEMMEpilogueFwdOp(
+        chain.trans_a,
+        chain.trans_b,
+        activation=chain.activation,
+        scale=chain.scale,
+        out_dtype=None if dtype is chain.dtype else dtype,
+        keeps_preactivation=_keeps(chain),
+    )
+
+
+def _loses(rewrite: Rewrite, chain: _Chain, op: Op) -> str:
+    """Why the op would not be faster than what Inductor makes of the chain."""
+    if rewrite.max_autotune and chain.own is None:
+        return "with max_autotune Inductor's templates take it"
+    if _fuses_on(chain.last):
+        return "Inductor fuses it with what follows"
+    product, last = value_of(chain.product), value_of(chain.last)
+    a, b = value_of(chain.a), value_of(chain.b)
+    plain = chain.own is None
+    inputs = {
+        "a": a.t() if plain and chain.trans_a else a.flatten(0, -2) if a.dim() > 2 else a,
+        "b": b.t() if plain and not b.is_contiguous() else b,
+        "bias": value_of(chain.bias),
+        "residual": None if chain.residual is None else product.flatten(0, -2),
+    }
+    kept = product.flatten(0, -2) if _keeps(chain) else None
+    outputs = {"d": last.flatten(0, -2), "preactivation": kept}
+    return epilogue_loses(op, inputs, outputs, product.device)
 
 
 def _unable(rewrite: Rewrite, chain: _Chain) -> str:
@@ -289,17 +327,6 @@ def _unable(rewrite: Rewrite, chain: _Chain) -> str:
     return ""
 
 
-def _costs(chain: _Chain) -> Product:
-    size = value_of(chain.product)
-    return Product(
-        device=size.device.type,
-        result=size,
-        depth=value_of(chain.a).shape[0 if chain.trans_a else -1],
-        near=_fuses_on(chain.last),
-        kept=chain.activation is not None and size.requires_grad,
-    )
-
-
 def _fuses_on(node: Node) -> bool:
     """Whether all that reads a node, through views of it, is work that Inductor fuses."""
     own = value_of(node).untyped_storage()._cdata
@@ -313,23 +340,11 @@ def _fuses_on(node: Node) -> bool:
     return bool(node.users) and all(map(fuses, node.users))
 
 
-def _replace(rewrite: Rewrite, chain: _Chain) -> str:
+def _replace(rewrite: Rewrite, chain: _Chain, op: Op) -> str:
     """'' where the op stands for the chain, else why not."""
-    from tileops.gemm import GEMMEpilogueFwdOp
-
-    value, product = value_of(chain.last), value_of(chain.product)
-    keeps = chain.activation is not None and product.requires_grad
     edit = Edit(rewrite.graph, chain.last, rewrite.mode)
     try:
-        op = GEMMEpilogueFwdOp(
-            chain.trans_a,
-            chain.trans_b,
-            activation=chain.activation,
-            scale=chain.scale,
-            out_dtype=None if value.dtype is chain.dtype else value.dtype,
-            keeps_preactivation=keeps,
-        )
-        result = _emit(edit, op, chain, keeps)
+        result = _emit(edit, op, chain)
     except TileopsError as error:
         edit.undo()
         return str(error)
@@ -338,11 +353,11 @@ def _replace(rewrite: Rewrite, chain: _Chain) -> str:
         return problem
     edit.erase_unused([chain.product, *chain.steps])
     if chain.own is not None:
-        rewrite.inlined.append((chain.own, value.device))
+        rewrite.inlined.append((chain.own, value_of(chain.a).device))
     return ""
 
 
-def _emit(edit: Edit, op: Op, chain: _Chain, keeps: bool) -> Node:
+def _emit(edit: Edit, op: Op, chain: _Chain) -> Node:
     """The call of the op before the chain's end, and its result in the chain's shape."""
     product = value_of(chain.product)
     flat = product.dim() > 2
@@ -360,10 +375,10 @@ def _emit(edit: Edit, op: Op, chain: _Chain, keeps: bool) -> Node:
     branch = next(
         o.overload
         for o in type(op)._boundary.operators
-        if o.branch.without == (() if keeps else ("preactivation",))
+        if o.branch.without == (() if _keeps(chain) else ("preactivation",))
     )
     result = edit.call(branch, a, b, chain.bias, matrix(chain.residual), op._instance_key)
-    if keeps:
+    if _keeps(chain):
         result = edit.call(getitem, result, 0)
     return edit.call(torch.unflatten, result, 0, _leading(edit, chain)) if flat else result
 

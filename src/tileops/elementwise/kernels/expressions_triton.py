@@ -10,7 +10,6 @@ torch's kernels give for NaN, infinities and zeros of both signs holds here too.
 import triton
 import triton.language as tl
 
-from tileops.elementwise.kernels import narrow_triton as narrow
 from tileops.elementwise.kernels.functions_triton import (
     cos,
     erf,
@@ -34,6 +33,7 @@ from tileops.lib.activations_triton import (
     exp,
     gelu_none_and_slope,
     gelu_tanh_and_slope,
+    inverse,
     logistic,
     silu_and_slope,
 )
@@ -376,7 +376,7 @@ def mish(x, NARROW: tl.constexpr):
     # tanh(log(1 + e**x)) is n / (n + 2) for n = e**x * (e**x + 2), which is 1 where e**x is large.
     power_of_e = exp(tl.minimum(x, 20.0, propagate_nan=NANS), NARROW)
     n = power_of_e * (power_of_e + 2.0)
-    return x * (n * narrow.inverse(n + 2.0) if NARROW else tl.div_rn(n, n + 2.0))
+    return x * (n * inverse(n + 2.0) if NARROW else tl.div_rn(n, n + 2.0))
 
 
 @triton.jit

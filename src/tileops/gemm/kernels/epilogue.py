@@ -8,7 +8,7 @@ Which of them serves is decided by declared times. Those of the fused ones are e
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,10 +31,8 @@ __all__ = [
 
 DEVICE = f"{__name__}_triton"
 
-SHARE = {"cublas_epilogue": 0.99, "triton_epilogue": 0.97, "persistent_epilogue": 0.98}
-"""Of the speed of the same product without an epilogue."""
-PERSISTENT = 1.06
-"""The speed of the persistent product, of the other Triton one's."""
+SHARE = {"cublas_epilogue": 0.99, "persistent_epilogue": 0.89, "triton_epilogue": 0.97}
+"""Of the speed of the product alone: the library's, the Triton kernel's for the last."""
 ROW_BLOCK = 2048
 """Columns that one program of a kernel over a matrix takes at most."""
 
@@ -141,8 +139,8 @@ def row_blocks(columns: int) -> tuple[int, int]:
 
 
 class CublasThenFinish(Kernel):
-    """``torch.mm``, then one kernel over its result. Where the result is wider than the inputs, so is the
-    product."""
+    """The library's product, then one kernel over its result. Where the result is wider than the inputs, so
+    is the product; a preactivation that is kept is the product itself."""
 
     name = "cublas_then_finish"
 
@@ -152,18 +150,20 @@ class CublasThenFinish(Kernel):
 
     @classmethod
     def cost(cls, call: CallSpec) -> float:
-        again = _bytes(call, "d") * 2 / bandwidth_of(call) * 1e-6
-        return cost_of(call, "cublas") + 2.0 + again + _beside(call)
+        moved = _bytes(call, "d") * 2 + _bytes(call, "residual")
+        moved += 0 if _keeps_product(call) else _bytes(call, "preactivation")
+        return cost_of(call, "cublas") + 2.0 + moved / bandwidth_of(call) * 1e-6
 
     @classmethod
     def entry_for(cls, call: CallSpec) -> Entry:
-        product = torch.promote_types(call.spec("a").dtype, call.spec("d").dtype)
         epilogue = epilogue_of(call)
+        if _keeps_product(call):
+            epilogue = replace(epilogue, bias=None, kept=None)
         block, _ = row_blocks(call.spec("d").shape[1])
         build = TritonBuild(
             f"{DEVICE}:finish_rows",
             signature=(
-                ("product", pointer_to(product)),
+                ("product", pointer_to(_product_dtype(call))),
                 ("d", pointer_to(call.spec("d").dtype)),
                 *epilogue.signature,
                 ("N", "i32"),
@@ -176,22 +176,41 @@ class CublasThenFinish(Kernel):
         return Entry(build.identity, build, _bind_finish)
 
 
+def _product_dtype(call: CallSpec) -> torch.dtype:
+    return torch.promote_types(call.spec("a").dtype, call.spec("d").dtype)
+
+
+def _keeps_product(call: CallSpec) -> bool:
+    """The preactivation is what the library's product leaves."""
+    kept = call.outputs["preactivation"]
+    return kept is not None and kept.dtype is _product_dtype(call)
+
+
 def _bind_finish(launcher: Launcher, call: CallSpec) -> Run:
     rows, columns, _ = sizes(call)
     launch, make, rest = launcher.on(call.device.index), _outputs(call), _rest(call)
     trans_a, trans_b = bool(call.params.trans_a), bool(call.params.trans_b)
-    own = call.spec("a").dtype
-    product = torch.promote_types(own, call.spec("d").dtype)
-    wider = () if product is own else (product,)
-    _, blocks = row_blocks(columns)
+    product = _product_dtype(call)
+    wider = () if product is call.spec("a").dtype else (product,)
+    keeps, (_, blocks) = _keeps_product(call), row_blocks(columns)
 
     def run(
         a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         d, kept = make()
         if rows and columns:
-            inner = torch.mm(a.t() if trans_a else a, b.t() if trans_b else b, *wider)
-            launch(rows * blocks, 1, 1, inner, d, *rest(bias, residual, kept), columns, blocks)
+            left, right = a.t() if trans_a else a, b.t() if trans_b else b
+            if keeps:
+                assert kept is not None
+                if bias is None:
+                    torch.mm(left, right, out=kept)
+                else:
+                    torch.addmm(bias, left, right, out=kept)
+                launch(rows * blocks, 1, 1, kept, d, *rest(residual), columns, blocks)
+            else:
+                inner = torch.mm(left, right, *wider)
+                more = rest(bias, residual, kept)
+                launch(rows * blocks, 1, 1, inner, d, *more, columns, blocks)
         return d, kept
 
     return run
@@ -288,8 +307,7 @@ class PersistentEpilogue(Kernel):
 
     @classmethod
     def cost(cls, call: CallSpec) -> float:
-        product = cost_of(call, "triton") / PERSISTENT
-        return product / SHARE[cls.name] + _beside(call)
+        return cost_of(call, "cublas") / SHARE[cls.name] + _beside(call)
 
     @classmethod
     def entry_for(cls, call: CallSpec) -> Entry:
