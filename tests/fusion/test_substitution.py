@@ -11,7 +11,7 @@ import tileops
 from tests.rewriting import rewritten
 from tests.substituting import ONLY, grads_agree, held
 from tileops.backend import register_kernel_builder
-from tileops.fusion import cost, policy
+from tileops.fusion import backend, cost, last_report, policy
 
 EPS = 1e-6
 
@@ -177,6 +177,37 @@ def twice_the_same_step_of_other_values(x, w):
     return (y + 1) * torch.rsqrt(a.pow(2).mean(-1, keepdim=True) + EPS)
 
 
+def half_norm(wide, w):
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS) * w).half()
+
+
+def cast_then_written(x, w):
+    x = x.half()
+    wide = x.float()
+    x.add_(1)
+    return half_norm(wide, w.half())
+
+
+def written_cast(x, w):
+    wide = x.half().float()
+    wide.mul_(wide)
+    return half_norm(wide, w.half())
+
+
+def weight_cast_then_written(x, w):
+    w = w.half()
+    wide = w.float()
+    w.zero_()
+    return half_norm(x.half().float(), wide)
+
+
+def cast_before_and_after(x, w):
+    x = x.half()
+    total = x.float().pow(2).mean(-1, keepdim=True)
+    x.add_(1)
+    return x.float() * torch.rsqrt(total + EPS)
+
+
 def no_grad_inside(x, w):
     with torch.no_grad():
         s = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
@@ -203,6 +234,7 @@ NEAR_MISSES = {
     "written": (written_x, "x is written in between"),
     "written step": (written_square, "square is written in between"),
     "written under a step": (twice_the_same_step_of_other_values, "x is a in one place and add_2"),
+    "cast before and after": (cast_before_and_after, "x is x in one place and"),
     "no_grad": (no_grad_inside, "under torch.no_grad"),
     "detached": (by(lambda x, w: x.detach().pow(2).mean(-1, keepdim=True) + EPS), "x is detach in one place"),
 }  # fmt: skip
@@ -219,6 +251,15 @@ def test_near_misses_stay_and_say_why(name):
     ((op, found),) = seen.near_misses().items()
     assert op == "RMSNormFwdOp"
     assert reason.replace("g_w_", "") in found.replace("l_w_", "").replace("g_w_", ""), found
+
+
+@pytest.mark.parametrize("function", [cast_then_written, written_cast, weight_cast_then_written])
+def test_what_was_cast_and_then_written_is_read_after_the_cast(function):
+    """The op in float32, of what the casts gave; not in float16, of what stands there now."""
+    x, w = torch.randn(8, 8), torch.randn(8)
+    run, seen = rewritten(lambda x: function(x, w), "always", ONLY)
+    torch.testing.assert_close(run(x), function(x, w))
+    assert len(seen.substituted()) == 1
 
 
 def test_autocast_and_a_loss_are_none():
@@ -347,3 +388,80 @@ def test_events_go_to_recordings_with_the_users_place():
     assert event.data["op"] == "RMSNormFwdOp"
     assert event.data["steps"] == 7
     assert "test_substitution.py" in str(seen.report)
+
+
+def test_on_the_cpu_the_graph_stays_as_it_was_captured():
+    x, w = torch.randn(4, 8), torch.randn(8)
+
+    def function(x):
+        y = llama(x, w)
+        return F.silu(y[..., :4]) * y[..., 4:] + F.layer_norm(x, (8,))[..., :4]
+
+    graphs = []
+    for passes in ((), ONLY):
+        run, seen = rewritten(function, passes=passes)
+        run(x)
+        graphs.append(str(seen.graphs[0].graph))
+    assert graphs[0] == graphs[1]
+    assert len(seen.declined()) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_training_step_through_inductor(dtype):
+    """Loss and gradients against float64; other sizes without another compilation than for dynamic ones."""
+
+    def step(x, r, w, m):
+        total = x + r
+        gate, up = F.linear(llama(total, w), m).chunk(2, -1)
+        return (F.silu(gate) * up + total).float().square().mean()
+
+    def meaning(x, r, w, m):
+        gate, up = F.linear(rms(x + r, w), m).chunk(2, -1)
+        return (F.silu(gate) * up + x + r).square().mean()
+
+    torch._dynamo.reset()
+    count = 0
+
+    def counting(module, inputs):
+        nonlocal count
+        count += 1
+        return backend(module, inputs, options={"tileops.fusion": "always"})
+
+    run = torch.compile(step, backend=counting, fullgraph=True)
+    w, m = torch.randn(16), torch.randn(32, 16) / 4
+    for rows in (3, 5, 8, 13):
+        given = [
+            t.to(dtype).requires_grad_()
+            for t in (torch.randn(rows, 16), torch.randn(rows, 16), w, m)
+        ]
+        found = torch.autograd.grad(run(*given), given)
+        exact = [t.detach().double().requires_grad_() for t in given]
+        wanted = torch.autograd.grad(meaning(*exact), exact)
+        rtol = 1e-4 if dtype is torch.float32 else 5e-2
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert (ours.double() - theirs).norm() <= rtol * theirs.norm()
+    assert count == 2
+    assert [d["op"] for d in last_report().of("substituted")] == [
+        "FusedAddRMSNormFwdOp",
+        "SiLUAndMulFwdOp",
+    ]
+
+
+def test_substituted_code_is_plain_pytorch_again_for_a_target_that_comes_later():
+    """Code that was not written with ops need not give way."""
+
+    def build(*specs, **params):
+        return lambda x, weight: torch.full_like(x, 7.0)
+
+    register_kernel_builder("substitution_later", "RMSNormFwdOp", build)
+    torch._dynamo.reset()
+    x, w = torch.randn(4, 8), torch.randn(8)
+    run = torch.compile(
+        lambda x: llama(x, w) * 2, backend=backend, options={"tileops.fusion": "always"}
+    )
+    expected = llama(x, w) * 2
+    torch.testing.assert_close(run(x), expected)
+    assert [d["op"] for d in last_report().of("inlined")] == ["RMSNormFwdOp"]
+    with tileops.use_target("substitution_later"):
+        torch.testing.assert_close(run(x), expected)

@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import tileops
 from tests.fusion.test_substitution import EPS, llama, rms
 from tests.rewriting import rewritten
 from tests.substituting import ONLY, grads_agree, held
+from tileops.backend import register_kernel_builder
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -45,7 +47,7 @@ def written_out(x, w, b):
 def by_var(x, w, b):
     wide = x.float()
     y = (wide - wide.mean(-1, True)) * torch.rsqrt(wide.var(-1, keepdim=True, unbiased=False) + EPS)
-    return torch.addcmul(b, y.to(x.dtype), w) if False else y.to(x.dtype) * w + b
+    return y.to(x.dtype) * w + b
 
 
 LAYER_NORMS = {
@@ -233,3 +235,143 @@ def test_gates_that_are_none():
     assert "is bfloat16 where the op computes in float32" in near_miss(
         lambda x: tanh_gelu(x[..., :6]) * x[..., 6:], x.bfloat16()
     )["GELUAndMulFwdOp"]  # fmt: skip
+
+
+# ---- attention ----------------------------------------------------------------------------------
+
+
+def attention(q, k, v, scale=None, causal=False):
+    """The meaning, in float64; heads before positions."""
+    q, k, v = q.double(), k.double(), v.double()
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        unseen = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(unseen, -torch.inf)
+    return torch.softmax(scores, -1) @ v
+
+
+def hf_eager(q, k, v):
+    """As ``transformers`` writes it, without a mask."""
+    weights = torch.matmul(q, k.transpose(2, 3)) * q.shape[-1] ** -0.5
+    weights = F.softmax(weights, dim=-1, dtype=torch.float32).to(q.dtype)
+    weights = F.dropout(weights, p=0.1, training=False)
+    return torch.matmul(weights, v)
+
+
+GPT = {
+    "hf": hf_eager,
+    "divided": lambda q, k, v: ((q @ k.mT) / math.sqrt(q.shape[-1])).softmax(-1) @ v,
+    "query first": lambda q, k, v: torch.softmax(q * q.shape[-1] ** -0.5 @ k.permute(0, 1, 3, 2), dim=3) @ v,
+    "both sides": lambda q, k, v: (
+        (q * q.shape[-1] ** -0.25) @ (k / q.shape[-1] ** 0.25).transpose(-2, -1)
+    ).softmax(dim=-1) @ v,
+    "sdpa": F.scaled_dot_product_attention,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", GPT)
+def test_attention(name, dtype, seed):
+    q, k, v = (torch.randn(2, 3, s, 16).to(dtype) for s in (20, 33, 33))
+    seen = held(GPT[name], (q, k, v), attention, "template")
+    (op,) = seen.substituted()
+    assert op.startswith("GQADenseFwdOp("), seen.report
+
+
+def test_causal_attention_over_as_many_keys_and_grouped_heads():
+    q, k = torch.randn(2, 6, 20, 16), torch.randn(2, 2, 20, 16)
+
+    def function(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True)
+
+    seen = held(function, (q, k, k * 2),
+                lambda q, k, v: attention(q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1), 0.3, True),
+                "template")  # fmt: skip
+    (op,) = seen.substituted()
+    assert "is_causal=True" in op
+    assert "sm_scale=0.3" in op
+    grads_agree(function, (q, k, k * 2), lambda q, k, v: attention(
+        q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1), 0.3, True))  # fmt: skip
+    assert "from the first key" in near_miss(
+        lambda q, k: F.scaled_dot_product_attention(q, k, k, is_causal=True),
+        q, torch.randn(2, 6, 21, 16),
+    )["GQADenseFwdOp"]  # fmt: skip
+
+
+def test_attention_that_is_none():
+    q, mask = torch.randn(2, 3, 20, 16), torch.randn(20, 20)
+    found = [
+        near_miss(lambda q, m: torch.softmax(q @ q.mT / 4 + m, -1) @ q, q, mask),
+        near_miss(lambda q, m: torch.softmax(q @ q.mT / 4, -2) @ q, q, mask),
+        near_miss(lambda q, m: torch.softmax(torch.tanh(q @ q.mT), -1) @ q, q, mask),
+        near_miss(lambda q, m: F.scaled_dot_product_attention(q, q, q, attn_mask=m), q, mask),
+        near_miss(lambda q, m: torch.softmax(q[0] @ q[0].mT / 4, -1) @ q[0], q, mask),
+    ]
+    expected = ["add stands where the op has matmul", "dim of softmax is -2, not -1", "tanh stands where",
+                "attn_mask of scaled_dot_product_attention is", "has 3 dims, not 4"]  # fmt: skip
+    for reasons, reason in zip(found, expected, strict=True):
+        assert reason in reasons["GQADenseFwdOp"], reasons
+    assert near_miss(lambda q, m: torch.softmax(q, -1) * 2, q, mask) == {}
+
+    def trained(q, m):
+        return F.dropout(torch.softmax(q @ q.mT, -1), 0.5) @ q
+
+    run, seen = rewritten(trained, "always", ONLY)
+    run(q, mask)
+    assert not seen.substituted()
+
+
+def test_attention_is_left_to_inductor_unless_a_target_serves_it():
+    """Which puts there what the op's kernels call."""
+    q, k = torch.randn(1, 2, 64, 16), torch.randn(1, 2, 64, 16)
+    for function in (hf_eager, F.scaled_dot_product_attention):
+        run, seen = rewritten(function)
+        torch.testing.assert_close(run(q, k, k), function(q, k, k))
+        assert "Inductor puts there itself" in seen.declined()["GQADenseFwdOp"]
+
+    def build(*specs, **params):
+        return lambda q, *rest: torch.full_like(q, 7.0)
+
+    register_kernel_builder("attention_test", "GQADenseFwdOp", build)
+    with tileops.use_target("attention_test"):
+        run, seen = rewritten(hf_eager)
+        assert (run(q, k, k) == 7).all()
+
+
+# ---- what no op has ------------------------------------------------------------------------------
+
+
+def rotate_half(x):
+    return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), dim=-1)
+
+
+def rotate_every_two(x):
+    return torch.stack((-x[:, :, :, 1::2], x[:, :, :, ::2]), dim=-1).flatten(-2)
+
+
+@pytest.mark.parametrize(
+    ("rotate", "op"), [(rotate_half, "RoPENeoxPositionIdsFwdOp"), (rotate_every_two, "RoPEFwdOp")]
+)
+def test_rotation_by_tables_is_a_near_miss(rotate, op):
+    q, cos, sin = torch.randn(2, 3, 5, 8), torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+
+    def function(q, cos, sin):
+        return (q * cos.unsqueeze(1)) + (rotate(q) * sin.unsqueeze(1))
+
+    assert near_miss(function, q, cos, sin) == {
+        op: "its cosines and sines come in tensors; this op makes its own of positions"
+    }
+    assert (
+        near_miss(lambda q, cos, sin: q * cos[:, None] + rotate(q + 1) * sin[:, None], q, cos, sin)
+        == {}
+    )
+
+
+def test_quantisation_of_rows_is_a_near_miss():
+    def function(x):
+        scale = x.abs().amax(-1, keepdim=True) / 127
+        return torch.clamp(torch.round(x / scale), -128, 127).to(torch.int8), scale
+
+    assert near_miss(function, torch.randn(4, 8)) == {
+        "FusedAddRMSNormPerTokenQuantFwdOp": "no op quantises rows without the norm before it"
+    }

@@ -26,6 +26,7 @@ class Term:
     """Arithmetic with other terms and numbers."""
 
     def __mul__(self, other: Term | float) -> Term:
+        """A number that is a hole is a factor of its own: it takes what numbers the graph multiplies by."""
         if isinstance(other, int | float):
             mine = _factors(self)
             return Product(mine.factors, mine.coefficient * other)
@@ -61,10 +62,11 @@ class Term:
 @dataclass(frozen=True)
 class Tensor(Term):
     """A hole for a tensor. ``over``: ``all`` dims of the result, the ``last`` ones (those that a
-    reduction goes over), or ``any`` shape."""
+    reduction goes over), or ``any`` shape. ``layout``: how the op's dims lie in what is found."""
 
     name: str
     over: str = "all"
+    layout: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,10 @@ class Found(Protocol):
         """How many of the last dims its reductions go over."""
 
     def shape(self, name: str) -> tuple[Any, ...]:
-        """Of the tensor in a hole."""
+        """Of the tensor in a hole, as the op gets it."""
+
+    def equal(self, one: Any, other: Any) -> bool:
+        """Whether two sizes are known to be equal."""
 
 
 def _params(found: Found) -> dict[str, Any]:
@@ -151,11 +156,17 @@ class Pattern:
     """The op's params; raises ``NoMatchError``."""
     outputs: tuple[str, ...] = ()
     """Named steps that the op's further outputs stand for."""
+    layout: tuple[int, ...] = ()
+    """How the dims of what is found lie in the op's first output."""
+    no_gain: str = ""
+    """Why the op's own kernels are no faster than what it would replace: then only a target is."""
+    absent: str = ""
+    """Why no op has this meaning, where none has: it is reported as a near miss of the nearest one."""
 
 
-def tensor(name: str, over: str = "all") -> Tensor:
+def tensor(name: str, over: str = "all", layout: tuple[int, ...] = ()) -> Tensor:
     """A hole for a tensor."""
-    return Tensor(name, over)
+    return Tensor(name, over, layout)
 
 
 def number(name: str) -> Number:

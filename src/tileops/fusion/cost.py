@@ -15,6 +15,7 @@ import torch
 from torch.fx import Node
 
 from tileops.engine.manifest.entry import Entry
+from tileops.engine.pattern import Pattern
 from tileops.fusion.graph import fusable, tensors_of, value_of
 
 __all__ = [
@@ -40,9 +41,6 @@ Inductor's than as the library's product. Other dtypes: never."""
 
 SLOW_IN_FLOAT64 = ("cuda",)
 """Where float64 costs so much that bytes no longer say what work costs."""
-
-OWN_FUNCTIONS = ("scaled_dot_product_attention",)
-"""Functions of torch that in-tree kernels call themselves."""
 
 
 @dataclass(frozen=True)
@@ -140,15 +138,14 @@ def slowly_wide(device: torch.device, inputs: list[Any], steps: list[Any]) -> bo
     )
 
 
-def brings_nothing(entry: Entry, device: str, gradient: bool, function: str) -> str:
+def brings_nothing(entry: Entry, pattern: Pattern, device: str, gradient: bool) -> str:
     """Why an op that in-tree kernels would serve should not take the place of plain PyTorch that means it;
-    '' where it should. ``function``: the one of torch that is to be replaced, if it is one."""
-    if entry.kind != "template":
-        if ADVANTAGE.get(device, {}).get(entry.kind, 0.0) > 0.0:
-            return ""
-        return f"on {device} its own kernel is no faster than Inductor's code"
-    if function in OWN_FUNCTIONS:
-        return f"{function} is what its kernel calls"
-    if gradient and entry.backward is None:
-        return "its gradient would compute it again"
-    return ""
+    '' where it should. ``gradient``: one will be asked for."""
+    if pattern.no_gain:
+        return pattern.no_gain
+    if entry.kind == "template":
+        again = gradient and entry.backward is None
+        return "its gradient would compute it again" if again else ""
+    if ADVANTAGE.get(device, {}).get(entry.kind, 0.0) > 0.0:
+        return ""
+    return f"on {device} its own kernel is no faster than Inductor's code"

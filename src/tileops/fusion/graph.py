@@ -18,6 +18,7 @@ __all__ = [
     "canonical",
     "difference",
     "fusable",
+    "idle",
     "is_pointwise",
     "tensors_of",
     "value_of",
@@ -177,7 +178,16 @@ def canonical(node: Node) -> str | None:
     if name is None or _writes(node, name):
         return None
     name = _plain(name)
-    return None if name not in _VIEWS and _returns_argument(node) else name
+    return None if name not in _VIEWS and _returns_argument(node) and not idle(node) else name
+
+
+def idle(node: Node) -> bool:
+    """Whether a node is dropout that drops nothing, and so may return its argument."""
+    if _name(node.target) != "dropout":
+        return False
+    given = dict(zip(("input", "p", "training"), node.args, strict=False)) | dict(node.kwargs)
+    training = given.get("training", given.get("train", True))
+    return training is False or bool(given.get("p", 0.5) == 0)
 
 
 def _plain(name: str) -> str:
@@ -273,7 +283,7 @@ class Memory:
         if name is not None and _writes(node, name):
             first = value_of(node.args[0]) if node.args else None
             return _storages([first, value_of(node.kwargs.get("out"))])
-        if name is not None and _plain(name) in _VIEWS:
+        if idle(node) or (name is not None and _plain(name) in _VIEWS):
             return frozenset()
         return _returns_argument(node)  # silu(x, inplace=True)
 

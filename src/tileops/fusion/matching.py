@@ -15,12 +15,14 @@ from tileops.fusion.graph import Memory, canonical, is_pointwise, value_of
 from tileops.fusion.reading import (
     Expr,
     Made,
+    cast_of,
     factors,
     half_of,
     mean_of,
     number_of,
     origin,
     primitive,
+    stripped,
     summands,
 )
 
@@ -47,6 +49,10 @@ class Binding:
 def label(expr: Expr) -> str:
     """How a report calls a value."""
     return expr.name if isinstance(expr, Node) else f"a step of {expr.name}"
+
+
+def _with(b: Binding, name: str, value: Any) -> Binding:
+    return replace(b, numbers={**b.numbers, name: value})
 
 
 def _close(a: Any, b: Any) -> bool:
@@ -104,7 +110,7 @@ class Matcher:
         if known is None and expr is not None:
             self.note(b, f"{term.name} is {label(expr)}, not a number that is known")
         elif term.name not in b.numbers:
-            yield replace(b, numbers={**b.numbers, term.name: known}, score=b.score + 1)
+            yield replace(_with(b, term.name, known), score=b.score + 1)
         elif _close(b.numbers[term.name], known):
             yield b
 
@@ -156,13 +162,8 @@ class Matcher:
         self._steps += 1
         if self._steps > STEPS:
             return
-        if not wanted:
-            if not have and _close(coefficient, 1.0):
-                yield b
-            else:
-                excess = f"it is {1 / coefficient:g} times what the op computes"
-                reason = f"{label(have[0][0])} is a factor too many" if have else excess
-                self.note(replace(b, score=b.score + 2), reason)
+        if not wanted or isinstance(wanted[0][0], Number):
+            yield from self._end(wanted, coefficient, have, b)
             return
         (term, power), rest = wanted[0], wanted[1:]
         for i, (expr, exponent) in enumerate(have):
@@ -181,6 +182,22 @@ class Matcher:
                 yield from self._product(wanted, coefficient / parts[0], opened, i, b)
         if not have:
             self.note(b, f"nothing stands for {_word(term)}")
+        elif len(have) == 1 and b.score:
+            self.note(b, f"{label(stripped(have[0][0]))} stands where the op has {_word(term)}")
+
+    def _end(
+        self, wanted: Factors, coefficient: float, have: list[tuple[Expr, float]], b: Binding
+    ) -> Iterator[Binding]:
+        """Of a product all of whose factors are found, but for a number that may be any."""
+        if have:
+            self.note(replace(b, score=b.score + 2), f"{label(have[0][0])} is a factor too many")
+        elif wanted:
+            yield _with(b, _word(wanted[0][0]), 1 / coefficient)
+        elif _close(coefficient, 1.0):
+            yield b
+        else:
+            excess = f"it is {1 / coefficient:g} times what the op computes"
+            self.note(replace(b, score=b.score + 2), excess)
 
     def _defined(self, term: Call, b: Binding) -> Iterator[tuple[float, Factors, Binding]]:
         """A primitive as people write it out: a coefficient, factors and what attributes it then has."""
@@ -258,20 +275,20 @@ class Matcher:
 
     def _call(self, term: Call, expr: Expr, b: Binding) -> Iterator[Binding]:
         if term.name == "mean":
-            found = mean_of(expr)
-            if found is not None:
-                yield from self._mean(term, *found, b)
+            reduced = mean_of(expr)
+            if reduced is not None:
+                yield from self._mean(term, *reduced, b)
             return
         step = primitive(expr)
         if step is not None and step[0] == term.name and len(step[1]) >= len(term.arguments):
-            for found in self._attributes(term, step[2], b):
+            for found in self._attributes(term, step[2], replace(b, score=b.score + 1)):
                 yield from self._all(term.arguments, step[1], found)
 
     def _attributes(self, term: Call, given: Mapping[str, Any], b: Binding) -> Iterator[Binding]:
         for name, value in term.attributes:
             if isinstance(value, Number):
-                b = replace(b, numbers={**b.numbers, value.name: given.get(name)})
-            elif given.get(name) != value:
+                b = _with(b, value.name, given.get(name))
+            elif not self.loose and given.get(name) != value:
                 self.note(b, f"{name} of {term.name} is {given.get(name)!r}, not {value!r}")
                 return
         yield b
@@ -303,11 +320,14 @@ class Matcher:
     def same(self, one: Any, other: Any, depth: int = 6) -> bool:
         """Whether two arguments have one value: one node, or equal pure steps on memory that the graph
         never writes."""
-        one, other = origin(one) if isinstance(one, Node) else one, (
-            origin(other) if isinstance(other, Node) else other
-        )  # fmt: skip
         if one is other:
             return True
+        if isinstance(one, Node) and isinstance(other, Node):
+            if not self._steady(one) or not self._steady(other):
+                return False
+            one, other = origin(one), origin(other)
+            if one is other:
+                return True
         if isinstance(one, tuple | list) and isinstance(other, tuple | list):
             return len(one) == len(other) and all(
                 self.same(a, b, depth) for a, b in zip(one, other, strict=True)
@@ -329,6 +349,14 @@ class Matcher:
             and all(self.same(one.kwargs[k], other.kwargs[k], depth - 1) for k in one.kwargs)
             and self.same(one.args, other.args, depth - 1)
         )
+
+    def _steady(self, expr: Expr) -> bool:
+        """Whether a value is for good what it was before its casts."""
+        while isinstance(expr, Node) and (source := cast_of(expr)) is not None:
+            if self.memory.written(expr) or self.memory.written(source):
+                return False
+            expr = source
+        return True
 
 
 _PURE = frozenset(
@@ -372,6 +400,8 @@ def _apart(expr: Expr, exponent: float) -> tuple[float, list[tuple[Expr, float]]
 
 def _rank(term: Term) -> int:
     """The most telling first; holes, which anything fills, last."""
+    if isinstance(term, Number):
+        return 5
     if isinstance(term, Tensor):
         return 3 if term.over == "all" else 4
     return {Named: 2, Half: 2}.get(type(term), 1)
@@ -379,5 +409,7 @@ def _rank(term: Term) -> int:
 
 def _word(term: Term) -> str:
     if isinstance(term, Tensor | Number | Named):
+        return term.name
+    if isinstance(term, Call):
         return term.name
     return term.tensor.name if isinstance(term, Half) else type(term).__name__.lower()

@@ -10,7 +10,8 @@ and sums on the way may not, nor may anything be wider or of a third dtype.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -44,14 +45,16 @@ class Modes:
 
     def __init__(self, graph: Graph) -> None:
         self._of: dict[Node, tuple[Any, ...]] = {}
-        now: tuple[Any, ...] = ()
-        for node in graph.nodes:
-            name = getattr(node.target, "__name__", "")
+        names = {node: getattr(node.target, "__name__", "") for node in graph.nodes}
+        first = next((n for n, name in names.items() if name == "_set_grad_enabled"), None)
+        # A mode is set to what it was not.
+        enabled, other = None if first is None else not first.args[0], None
+        for node, name in names.items():
             if name == "_set_grad_enabled":
-                now = (*now[:-1], node.args[0]) if now else (node.args[0],)
+                enabled = bool(node.args[0])
             elif name.startswith(("_enter_", "_exit_")):
-                now = (node, now[-1] if now else None)
-            self._of[node] = now
+                other = node
+            self._of[node] = (enabled, other)
 
     def one(self, nodes: set[Node]) -> bool:
         """Whether all run under one."""
@@ -60,10 +63,12 @@ class Modes:
 
 @dataclass(frozen=True)
 class Given:
-    """What stands for an input of the op: a node, and its shape where that must change."""
+    """What stands for an input of the op: a node, and its shape or its order of dims where that must
+    change."""
 
     node: Node
     shape: tuple[Any, ...] | None = None
+    layout: tuple[int, ...] = ()
 
 
 @dataclass
@@ -77,6 +82,8 @@ class Proof:
     params: Mapping[str, Any]
     outputs: list[Node]
     """What the op's results stand for."""
+    layout: tuple[int, ...]
+    """How the root's dims lie in the op's first output."""
     anchor: Node
     """Before which the op is called."""
     shared: Node | None
@@ -92,6 +99,8 @@ class Proof:
         if name is None:
             return None
         given = self.inputs[name]
+        if given.layout:
+            return edit.call(torch.permute, given.node, given.layout)
         return (
             given.node if given.shape is None else edit.call(torch.reshape, given.node, given.shape)
         )
@@ -106,13 +115,20 @@ class _Facts:
     given: Mapping[str, Given]
 
     def shape(self, name: str) -> tuple[Any, ...]:
-        return tuple(value_of(self.given[name].node).shape)
+        given = self.given[name]
+        shape = tuple(value_of(given.node).shape)
+        return tuple(shape[d] for d in given.layout) if given.layout else given.shape or shape
+
+    def equal(self, one: Any, other: Any) -> bool:
+        return equal_shapes((one,), (other,))
 
 
 def prove(
     rewrite: Rewrite, modes: Modes, pattern: Pattern, meaning: Term, root: Node, b: Binding
 ) -> Proof:
     """The proof that ``root``, read as ``meaning``, is the op. Raises ``NoMatchError``."""
+    if pattern.absent:
+        raise NoMatchError(pattern.absent)
     if rewrite.autocast:
         raise NoMatchError("it is called under torch.autocast")
     region = _region(root, b)
@@ -124,7 +140,8 @@ def prove(
                 raise NoMatchError(f"{node} is no plain tensor")  # fmt: skip
     given = _given(meaning, root, b)
     named = [origin_node(b.named[name]) for name in b.named]
-    _check_shapes(root, region, b)
+    if not any(canonical(node) == "matmul" for node in region):
+        _check_shapes(root, region, b)
     _check_dtypes(root, region, b, set(named))
     _check_gradients(modes, region)
     outputs = [root, *(origin_node(b.named[name]) for name in pattern.outputs)]
@@ -140,7 +157,9 @@ def prove(
         name: _settled(name, value)
         for name, value in pattern.params(_Facts(b.numbers, b.dims, given)).items()
     }
-    return Proof(root, region, given, params, outputs, anchor, _shared(region, outputs))
+    return Proof(
+        root, region, given, params, outputs, pattern.layout, anchor, _shared(region, outputs)
+    )
 
 
 def _settled(name: str, value: Any) -> Any:
@@ -224,7 +243,12 @@ def _given(meaning: Term, root: Node, b: Binding) -> dict[str, Given]:
         if hole.name in found:
             continue
         shape = {"all": full, "last": full[len(full) - b.dims :]}.get(hole.over)
-        found[hole.name] = _as_given(hole.name, b.tensors[hole.name], dtype, shape)
+        one = _as_given(hole.name, b.tensors[hole.name], dtype, shape)
+        if hole.layout and value_of(one.node).dim() != len(hole.layout):
+            raise NoMatchError(
+                f"{hole.name} has {value_of(one.node).dim()} dims, not {len(hole.layout)}"
+            )
+        found[hole.name] = replace(one, layout=hole.layout)
     return found
 
 
@@ -372,14 +396,19 @@ def _check_gradients(modes: Modes, region: set[Node]) -> None:
 def _check_memory(
     rewrite: Rewrite, region: set[Node], root: Node, given: Mapping[str, Given], b: Binding
 ) -> None:
-    """Nothing that the op reads, or that it replaces, is written before the last step."""
-    first = min(region)
+    """Nothing that the op reads, or that it replaces, is written before the last step; nor, where the op
+    reads what a cast or view is of, between that and the last step."""
+    first, written = min(region), rewrite.memory.written
     for name, seen in b.tensors.items():
-        nodes = {given[name].node, *(n for e in seen for n in _chain(e))}
-        for node in nodes:
-            start = max(first, node)
-            if rewrite.memory.written(node, start=start, end=root):
+        places = [(given[name].node, first)]
+        for expr in seen:
+            chain = list(_chain(expr))
+            places += [(node, first) for node in chain]
+            if expr is not given[name].node:
+                places += [(n, node) for node, of in pairwise(chain) for n in (node, of)]
+        for node, since in places:
+            if written(node, start=max(since, node), end=root):
                 raise NoMatchError(f"{name} is written in between")
     for node in sorted(region - {root}):
-        if rewrite.memory.written(node, end=root):
+        if written(node, end=root):
             raise NoMatchError(f"{node.name} is written in between")

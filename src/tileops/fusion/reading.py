@@ -14,11 +14,11 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from tileops.fusion.graph import canonical, value_of
+from tileops.fusion.graph import canonical, idle, value_of
 
 __all__ = [
-    "Expr", "Made", "argument", "equal_shapes", "factors", "fixed", "half_of", "mean_of", "number_of",
-    "origin", "primitive", "stripped", "summands", "transparent",
+    "Expr", "Made", "argument", "cast_of", "equal_shapes", "factors", "fixed", "half_of", "mean_of",
+    "number_of", "origin", "primitive", "stripped", "summands", "transparent",
 ]  # fmt: skip
 
 
@@ -79,16 +79,25 @@ def _cast(node: Expr) -> tuple[torch.Tensor, torch.Tensor] | None:
     return (old, new) if floats and old.device == new.device else None
 
 
+def cast_of(node: Expr) -> Node | None:
+    """What a node is a cast of, where that loses nothing."""
+    found = _cast(node)
+    if found is None or torch.promote_types(found[0].dtype, found[1].dtype) != found[1].dtype:
+        return None
+    assert isinstance(node, Node)
+    source = node.args[0]
+    assert isinstance(source, Node)
+    return source
+
+
 def origin(expr: Expr) -> Expr:
     """A value before casts that lose nothing."""
-    while (found := _cast(expr)) is not None:
-        old, new = found
-        if torch.promote_types(old.dtype, new.dtype) != new.dtype:
-            break
-        assert isinstance(expr, Node)
-        assert isinstance(expr.args[0], Node)
-        expr = expr.args[0]
+    while (source := cast_of(expr)) is not None:
+        expr = source
     return expr
+
+
+_RESHAPING = ("contiguous", "expand", "expand_as", "getitem", "reshape", "squeeze", "unsqueeze")
 
 
 def transparent(expr: Expr) -> bool:
@@ -98,15 +107,9 @@ def transparent(expr: Expr) -> bool:
     if _cast(expr) is not None:
         return True
     name = canonical(expr)
-    if name not in (
-        "contiguous",
-        "expand",
-        "expand_as",
-        "getitem",
-        "reshape",
-        "squeeze",
-        "unsqueeze",
-    ):
+    if name == "dropout":
+        return idle(expr)
+    if name not in _RESHAPING:
         return False
     source = expr.args[0] if expr.args else None
     old, new = value_of(source), value_of(expr)
@@ -155,6 +158,8 @@ def factors(expr: Expr) -> Parts | None:
     if name == "pow":
         power = number_of(argument(expr, 1, "exponent"))
         return None if power is None else (1.0, [(one, float(power))])
+    if name == "matmul":
+        return _scaled_matmul(expr)
     if name == "silu":
         return 1.0, [(one, 1.0), (Made("sigmoid", (one,)), 1.0)]
     if name == "rms_norm":
@@ -195,6 +200,19 @@ def _product(node: Node, power: float) -> Parts | None:
         else:
             return None
     return coefficient, found
+
+
+def _scaled_matmul(node: Node) -> Parts | None:
+    """Numbers by which either side is multiplied come before the product."""
+    coefficient, sides = 1.0, []
+    for side in (argument(node, 0, "input", "self"), argument(node, 1, "other")):
+        inner = side
+        if isinstance(side, Node) and canonical(side) in ("mul", "div"):
+            parts = factors(side)
+            if parts is not None and len(parts[1]) == 1 and parts[1][0][1] == 1.0:
+                coefficient, inner = coefficient * parts[0], parts[1][0][0]
+        sides.append(inner)
+    return None if coefficient == 1.0 else (coefficient, [(Made("matmul", tuple(sides)), 1.0)])
 
 
 def summands(expr: Expr) -> tuple[Any, list[tuple[Expr, float]]] | None:
@@ -317,10 +335,70 @@ def primitive(expr: Expr) -> tuple[str, tuple[Any, ...], dict[str, Any]] | None:
     name, named = canonical(expr), dict(expr.kwargs)
     if name is None:
         return None
-    if name == "gelu":
-        named["approximate"] = argument(expr, 1, "approximate", default="none")
+    if name in ("cat", "reshape"):
+        turned = _turned(expr, name)
+        return None if turned is None else (*turned, {})
+    named.update(_attributes(expr, name))
     first = argument(expr, 0, "input", "self")
     return name, (first, *expr.args[1:]), named
+
+
+_ATTENTION = {
+    "attn_mask": None,
+    "dropout_p": 0.0,
+    "is_causal": False,
+    "scale": None,
+    "enable_gqa": False,
+}
+
+
+def _attributes(node: Node, name: str) -> dict[str, Any]:
+    """What may be given by position or left out, by name."""
+    if name == "gelu":
+        return {"approximate": argument(node, 1, "approximate", default="none")}
+    if name == "softmax":
+        dim = argument(node, 1, "dim")
+        value = value_of(node)
+        if isinstance(dim, int) and dim >= 0 and isinstance(value, torch.Tensor):
+            dim -= value.dim()
+        return {"dim": dim}
+    if name == "scaled_dot_product_attention":
+        return {
+            key: argument(node, place, key, default=default)
+            for place, (key, default) in enumerate(_ATTENTION.items(), 3)
+        }
+    return {}
+
+
+def _turned(node: Node, name: str) -> tuple[str, tuple[Expr]] | None:
+    """``rotate_half``: the negative second half before the first; ``rotate_pairs``: so for neighbours."""
+    joined: Any = node if name == "cat" else node.args[0]
+    if not isinstance(joined, Node) or canonical(joined) != ("cat" if name == "cat" else "stack"):
+        return None
+    pieces, rank = argument(joined, 0, "tensors"), value_of(joined).dim()
+    if argument(joined, 1, "dim", "axis", default=0) not in (-1, rank - 1) or len(pieces) != 2:
+        return None
+    second = factors(pieces[0])
+    if second is None or second[0] != -1.0 or len(second[1]) != 1:
+        return None
+    cut = half_of if name == "cat" else _neighbour_of
+    one, other = cut(second[1][0][0]), cut(pieces[1])
+    if one is None or other is None or (one[1], other[1]) != (True, False):
+        return None
+    kind = "rotate_half" if name == "cat" else "rotate_pairs"
+    return (kind, (one[0],)) if one[0] is other[0] else None
+
+
+def _neighbour_of(expr: Expr) -> tuple[Node, bool] | None:
+    """The tensor of which an expression is every second entry of the last dim, and whether the later."""
+    expr = origin(expr)
+    if isinstance(expr, Made) or canonical(expr) != "getitem" or not isinstance(expr.args[0], Node):
+        return None
+    index = expr.args[1] if isinstance(expr.args[1], tuple) else (expr.args[1],)
+    last = index[-1] if index else None
+    if not isinstance(last, slice) or last.step != 2 or last.start not in (None, 0, 1):
+        return None
+    return expr.args[0], last.start == 1
 
 
 def half_of(expr: Expr) -> tuple[Node, bool] | None:

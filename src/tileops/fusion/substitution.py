@@ -17,9 +17,9 @@ from torch.fx import Node
 from tileops.engine.errors import TileopsError
 from tileops.engine.manifest.entry import Branch
 from tileops.engine.op import Op
-from tileops.engine.pattern import NoMatchError, Number, Product, Sum, Term
+from tileops.engine.pattern import NoMatchError, Number, Pattern, Product, Sum, Term
 from tileops.fusion.cost import brings_nothing
-from tileops.fusion.graph import Edit, canonical, is_pointwise, value_of
+from tileops.fusion.graph import Edit, canonical, difference, is_pointwise, value_of
 from tileops.fusion.matching import Matcher
 from tileops.fusion.patterns import Known, known
 from tileops.fusion.placement import served_in_tree
@@ -106,19 +106,14 @@ class _Pass:
         except TileopsError as error:
             raise NoMatchError(str(error)) from None
         inputs = _inputs(op, proof)
-        reason = self._unwanted(op, proof, inputs)
+        reason = self._unwanted(op, one.pattern, proof, inputs)
         if reason:
             self.covered |= proof.region
             self.rewrite.report.add("declined", root, one.entry.name, reason=reason)
             return
         edit = Edit(self.rewrite.graph, proof.anchor, self.rewrite.mode)
-        overload = next(o.overload for o in cls._boundary.operators if o.branch == Branch())
         try:
-            given = [proof.as_input(edit, name) for name in inputs]
-            call = edit.call(overload, *given, op._instance_key)
-            results = [call] if len(cls.entry.outputs) == 1 else [
-                edit.call(getitem, call, i) for i in range(len(cls.entry.outputs))
-            ]  # fmt: skip
+            call, results = _call(edit, op, proof, inputs)
         except TileopsError as error:
             edit.undo()
             raise NoMatchError(str(error)) from None
@@ -132,7 +127,10 @@ class _Pass:
         )
         _sweep(self.rewrite, proof.region)
 
-    def _unwanted(self, op: Op, proof: Proof, inputs: tuple[str | None, ...]) -> str:
+    def _unwanted(
+        self, op: Op, pattern: Pattern, proof: Proof, inputs: tuple[str | None, ...]
+    ) -> str:
+        """Why plain PyTorch should stay."""
         said, by = policy_of(proof.root, "auto", self.rewrite.policy)
         if said == "never":
             return f"policy never, by {by}"
@@ -141,7 +139,23 @@ class _Pass:
         if proof.shared is not None:
             return f"{proof.shared.name} is used beyond it and would be computed twice"
         grad = any(value_of(proof.inputs[n].node).requires_grad for n in inputs if n is not None)
-        return brings_nothing(op.entry, proof.device.type, grad, canonical(proof.root) or "")
+        return brings_nothing(op.entry, pattern, proof.device.type, grad)
+
+
+def _call(
+    edit: Edit, op: Op, proof: Proof, inputs: tuple[str | None, ...]
+) -> tuple[Node, list[Node]]:
+    """The call of the op, and what stands for each output that was found."""
+    overload = next(o.overload for o in op._boundary.operators if o.branch == Branch())
+    call = edit.call(overload, *(proof.as_input(edit, n) for n in inputs), op._instance_key)
+    count = len(op.entry.outputs)
+    results = [call] if count == 1 else [edit.call(getitem, call, i) for i in range(count)]
+    if proof.layout:
+        first = edit.call(torch.permute, results[0], proof.layout)
+        if difference(value_of(proof.root), value_of(first)):
+            first = edit.call(torch.clone, first, memory_format=torch.contiguous_format)
+        results[0] = first
+    return call, results
 
 
 _BEGINNINGS: dict[type, tuple[str, ...]] = {

@@ -21,6 +21,7 @@ from tileops.engine.op import Op, constructor_signature
 from tileops.engine.select import load_kernel
 from tileops.engine.signature.params import normalise
 from tileops.engine.validate.find import Home
+from tileops.engine.validate.patterns import check_pattern
 from tileops.engine.validate.report import Report
 
 __all__ = ["check_class"]
@@ -48,6 +49,8 @@ def check_class(op_cls: Any, home: Home, report: Report) -> bool:
     _decomposition(op_cls, fault)
     _operators(op_cls, fault)
     _kernels(op_cls, fault, report)
+    if op_cls.entry.pattern is not None:
+        check_pattern(op_cls.entry, op_cls.kernel_package, fault)
     return made
 
 
