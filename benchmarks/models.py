@@ -88,9 +88,7 @@ def _contenders(case: Case) -> tuple[dict[str, Work], dict[str, dict[str, Any]]]
         "tileops": lambda: torch.compile(model.forward, backend=backend, fullgraph=True, **more),
     }
     if ops is not None:
-        makers["ops"] = lambda: torch.compile(
-            ops.forward, backend=backend, fullgraph=True, **more
-        )
+        makers["ops"] = lambda: torch.compile(ops.forward, backend=backend, fullgraph=True, **more)
     works: dict[str, Work] = {}
     about: dict[str, dict[str, Any]] = {}
     wanted = None

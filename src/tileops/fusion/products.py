@@ -1,8 +1,8 @@
 """Products of one row by a matrix on the CPU, which decoding one token is made of.
 
-Such a product reads its matrix once and does two operations with each element: reading is what it
-costs. Written as multiplication and sum it becomes a loop of Inductor's that all cores share and that
-takes its neighbours in; as a matrix product it stays a library's call, which was seen to use one core.
+Such a product reads its matrix once and does two operations with each element, so reading is what it
+costs. As multiplication and sum it becomes a loop of Inductor's that all cores share; as a matrix
+product it stays a library's call, which was seen to use one core.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def unroll(rewrite: Rewrite) -> None:
         said, by = policy_of(node, "auto", rewrite.policy)
         reason = f"policy never, by {by}" if said == "never" else _unable(product)
         if not reason and said == "auto":
-            reason = one_row_pays(value_of(product.matrix))
+            reason = one_row_pays(value_of(product.matrix).dtype)
         reason = reason or _unroll(node, product, rewrite)
         if reason:
             rewrite.report.add("declined", node, product.name, reason=reason)
@@ -97,7 +97,7 @@ def _unable(product: OneRow) -> str:
 
 
 def _unroll(node: Node, product: OneRow, rewrite: Rewrite) -> str:
-    out, row, matrix = value_of(node), value_of(product.row), value_of(product.matrix)
+    out, matrix = value_of(node), value_of(product.matrix)
     wide = torch.promote_types(out.dtype, torch.float32)
     edit = Edit(rewrite.graph, node, rewrite.mode)
 
@@ -107,8 +107,7 @@ def _unroll(node: Node, product: OneRow, rewrite: Rewrite) -> str:
     weights = product.matrix
     if product.transposed:
         weights = edit.call(aten.t.default, weights)
-    count, inner = value_of(weights).shape
-    flat = edit.call(aten.reshape.default, product.row, [1, inner])
+    flat = edit.call(aten.reshape.default, product.row, [1, value_of(weights).shape[1]])
     result = edit.call(aten.mul.Tensor, widened(flat), widened(weights))
     result = edit.call(aten.sum.dim_IntList, result, [-1])
     if product.bias is not None:
