@@ -35,17 +35,13 @@ def negated(x):
 
 @triton.jit
 def truncated(x):
-    return tl.inline_asm_elementwise(
-        "cvt.rzi.f32.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
+    return narrow.instruction(x, "cvt.rzi.f32.f32")
 
 
 @triton.jit
 def round_even(x):
     """To the nearest integer, ties to even."""
-    return tl.inline_asm_elementwise(
-        "cvt.rni.f32.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
+    return narrow.instruction(x, "cvt.rni.f32.f32")
 
 
 @triton.jit
@@ -67,9 +63,7 @@ def inverse(x, NARROW: tl.constexpr):
     if NARROW:
         return 1.0 / x
     else:
-        return tl.inline_asm_elementwise(
-            "rcp.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return narrow.instruction(x, "rcp.rn.f32")
 
 
 @triton.jit
@@ -88,9 +82,7 @@ def exp(x, NARROW: tl.constexpr):
 @triton.jit
 def log2(x, NARROW: tl.constexpr):
     if NARROW:
-        return tl.inline_asm_elementwise(
-            "lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return narrow.instruction(x, "lg2.approx.f32")
     else:
         return tl.log2(x)
 
@@ -175,27 +167,30 @@ def _signs_differ(x, y):
 
 
 @triton.jit
-def sin(x, NARROW: tl.constexpr):
+def _exact_wave(x, COSINE: tl.constexpr):
+    return tl.cos(x) if COSINE else tl.sin(x)
+
+
+@triton.jit
+def _wave(x, COSINE: tl.constexpr, NARROW: tl.constexpr):
     if NARROW:
-        result = narrow.sin(x)
+        result = narrow.cos(x) if COSINE else narrow.sin(x)
         known = tl.abs(x) < 131072.0
         if tl.min(known.to(tl.int32)) == 0:
-            result = tl.where(known, result, tl.sin(x))
+            result = tl.where(known, result, _exact_wave(x, COSINE))
         return result
     else:
-        return tl.sin(x)
+        return _exact_wave(x, COSINE)
+
+
+@triton.jit
+def sin(x, NARROW: tl.constexpr):
+    return _wave(x, False, NARROW)
 
 
 @triton.jit
 def cos(x, NARROW: tl.constexpr):
-    if NARROW:
-        result = narrow.cos(x)
-        known = tl.abs(x) < 131072.0
-        if tl.min(known.to(tl.int32)) == 0:
-            result = tl.where(known, result, tl.cos(x))
-        return result
-    else:
-        return tl.cos(x)
+    return _wave(x, True, NARROW)
 
 
 @triton.jit

@@ -19,25 +19,27 @@ NANS: tl.constexpr = tl.constexpr(tl.PropagateNan.ALL)
 
 
 @triton.jit
-def exp2(x):
+def instruction(x, NAME: tl.constexpr):
+    """One of PTX, from float32 to float32."""
     return tl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        NAME + " $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
     )
 
 
 @triton.jit
+def exp2(x):
+    return instruction(x, "ex2.approx.ftz.f32")
+
+
+@triton.jit
 def log2(x):
-    return tl.inline_asm_elementwise(
-        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
+    return instruction(x, "lg2.approx.ftz.f32")
 
 
 @triton.jit
 def inverse(x):
     """``1 / x`` for sizes of ``x`` from 2**-126 to 2**126."""
-    return tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
+    return instruction(x, "rcp.approx.ftz.f32")
 
 
 @triton.jit
