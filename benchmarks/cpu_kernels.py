@@ -5,8 +5,8 @@
 
 ``torch`` is the entry's ``reference`` where that can be called, else the op's definition run through ATen.
 With ``--compile`` also: ``inductor``, the definition as a node compiles it (which decides an op's
-``compiled_from``), and ``compiled op`` and ``compiled torch``, both inside ``torch.compile``. At the end of a
-line stands the op's time over torch's, which should be at most 1.05, and the same compiled.
+``compiled_from``), and ``compiled op`` and ``compiled torch``, both inside ``torch.compile``. At the end of
+a line stands the op's time over torch's, which should be at most 1.05, and the same compiled.
 
 One thread; the processor time of this process, so that others on the machine count little; contenders take
 turns, and a row is the median of ``--rounds`` samples of a few milliseconds.

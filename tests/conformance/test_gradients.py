@@ -95,18 +95,18 @@ def wanted(op, inputs, grads):
 
 
 def shaken(tensor):
-    """Each element by at most half the distance to the next one in float32, in float64."""
+    """Each element of float32 by a few units of its last place."""
     if tensor is None or tensor.dtype is not torch.float32:
         return tensor
-    return tensor.double() * (1 + (torch.rand(tensor.shape, dtype=torch.float64) * 2 - 1) * 2.0**-24)
+    return tensor * (1 + torch.randint(-4, 5, tensor.shape) * 2.0**-23)
 
 
 def hold(op, inputs, names, grads, found):
     """Within the tolerance of a result; else, where terms cancel and next to nothing is left (the
-    gradient of a norm of two elements), within some times the error of the meaning in float32 and of
-    the meaning of inputs rounded to float32 once more."""
-    rough = []
+    gradient of a norm of two elements), element by element within some times the error of the meaning
+    in float32 at inputs close by: at these very ones it may be exact by chance."""
     exact_ones = wanted(op, inputs, grads)
+    errors = []
     for n, (name, ours, theirs) in enumerate(zip(names, found, exact_ones, strict=True)):
         if theirs is None:  # the meaning does not use it
             theirs = torch.zeros(())
@@ -114,13 +114,16 @@ def hold(op, inputs, names, grads, found):
         assert ours is not None, f"{op!r}: no gradient of {name}"
         result = compare(ours, theirs.double(), op.entry.kind)
         if not result.ok:
-            if not rough:
+            for _ in range(0 if errors else 8):
+                close = {key: shaken(t) for key, t in inputs.items()}
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(torch.Tensor, "double", torch.Tensor.float)
-                    rough.append(wanted(op, inputs, grads))
-                rough.append(wanted(op, {k: shaken(t) for k, t in inputs.items()}, grads))
-            allowed = 64 * max((r[n] - theirs).norm() if r[n] is not None else 0.0 for r in rough)
-            assert (ours - theirs).norm() <= allowed, f"{op!r}: gradient of {name}: {result.text}"
+                    rough = wanted(op, close, grads)
+                pairs = zip(rough, wanted(op, close, grads), strict=True)
+                errors.append([None if a is None else (a - b).abs() for a, b in pairs])
+            most = torch.stack([error[n] for error in errors]).amax(0)
+            beyond = (ours - theirs).abs() > 64 * most
+            assert not beyond.any(), f"{op!r}: gradient of {name}: {result.text}"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -52,7 +52,8 @@ class DropoutFwdOp(Op):
     ``seed`` is at least ``p * 2**32``: a seed gives the same mask in every call, for every dtype, on every
     device. Without one each call takes a seed from torch's generator of the device, which
     ``torch.manual_seed`` governs; such a call has no gradient. With ``inplace`` the call writes ``input``
-    and returns it. API: ``torch.nn.functional.dropout``.
+    and returns it; else it returns a new tensor, also where nothing is dropped: no op returns its input.
+    API: ``torch.nn.functional.dropout``.
     """
 
     kernel = KernelInterface(cuda=("dropout:Dropout",), cpu=("dropout_cpu:Dropout",))

@@ -26,7 +26,6 @@ from tileops.engine.targets import device_facts
 from tileops.fusion.graph import fusable, tensors_of, value_of
 
 __all__ = [
-__all__ = [
     "ADVANTAGE",
     "APART",
     "ONE_ROW",

@@ -9,7 +9,7 @@ import triton.language as tl
 
 __all__ = [
     "LN_2", "LOG2_E", "LOG2_E_REST", "exp", "exp2", "gelu_none_and_slope", "gelu_tanh_and_slope",
-    "inverse", "logistic", "normal_cdf", "silu_and_slope",
+    "instruction", "inverse", "logistic", "normal_cdf", "silu_and_slope",
 ]  # fmt: skip
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -19,18 +19,22 @@ LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def exp2(x):
+def instruction(x, NAME: tl.constexpr):
+    """One of PTX, from float32 to float32."""
     return tl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        NAME + " $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
     )
+
+
+@triton.jit
+def exp2(x):
+    return instruction(x, "ex2.approx.ftz.f32")
 
 
 @triton.jit
 def inverse(x):
     """``1 / x`` for sizes of ``x`` from 2**-126 to 2**126."""
-    return tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
+    return instruction(x, "rcp.approx.ftz.f32")
 
 
 @triton.jit

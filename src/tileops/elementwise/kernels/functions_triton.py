@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
 from tileops.elementwise.kernels import narrow_triton as narrow
-from tileops.lib.activations_triton import LN_2, LOG2_E, LOG2_E_REST
+from tileops.lib.activations_triton import LN_2, LOG2_E, LOG2_E_REST, instruction
 
 LN_2_HIGH: tl.constexpr = tl.constexpr(0.693145751953125)
 """ln(2) in 13 bits: its product with an exponent is exact."""
@@ -32,17 +32,13 @@ def negated(x):
 
 @triton.jit
 def truncated(x):
-    return tl.inline_asm_elementwise(
-        "cvt.rzi.f32.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
+    return instruction(x, "cvt.rzi.f32.f32")
 
 
 @triton.jit
 def round_even(x):
     """To the nearest integer, ties to even."""
-    return tl.inline_asm_elementwise(
-        "cvt.rni.f32.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
+    return instruction(x, "cvt.rni.f32.f32")
 
 
 @triton.jit
@@ -64,17 +60,13 @@ def inverse(x, NARROW: tl.constexpr):
     if NARROW:
         return 1.0 / x
     else:
-        return tl.inline_asm_elementwise(
-            "rcp.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return instruction(x, "rcp.rn.f32")
 
 
 @triton.jit
 def log2(x, NARROW: tl.constexpr):
     if NARROW:
-        return tl.inline_asm_elementwise(
-            "lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return instruction(x, "lg2.approx.f32")
     else:
         return tl.log2(x)
 
@@ -159,27 +151,30 @@ def _signs_differ(x, y):
 
 
 @triton.jit
-def sin(x, NARROW: tl.constexpr):
+def _exact_wave(x, COSINE: tl.constexpr):
+    return tl.cos(x) if COSINE else tl.sin(x)
+
+
+@triton.jit
+def _wave(x, COSINE: tl.constexpr, NARROW: tl.constexpr):
     if NARROW:
-        result = narrow.sin(x)
+        result = narrow.cos(x) if COSINE else narrow.sin(x)
         known = tl.abs(x) < 131072.0
         if tl.min(known.to(tl.int32)) == 0:
-            result = tl.where(known, result, tl.sin(x))
+            result = tl.where(known, result, _exact_wave(x, COSINE))
         return result
     else:
-        return tl.sin(x)
+        return _exact_wave(x, COSINE)
+
+
+@triton.jit
+def sin(x, NARROW: tl.constexpr):
+    return _wave(x, False, NARROW)
 
 
 @triton.jit
 def cos(x, NARROW: tl.constexpr):
-    if NARROW:
-        result = narrow.cos(x)
-        known = tl.abs(x) < 131072.0
-        if tl.min(known.to(tl.int32)) == 0:
-            result = tl.where(known, result, tl.cos(x))
-        return result
-    else:
-        return tl.cos(x)
+    return _wave(x, True, NARROW)
 
 
 @triton.jit

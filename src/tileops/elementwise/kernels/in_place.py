@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -11,7 +12,7 @@ from tileops.authoring import CallSpec, Entry, Kernel
 
 __all__ = ["InPlace"]
 
-FUNCTIONS = {
+FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "ReLUFwdOp": F.relu, "LeakyReLUFwdOp": F.leaky_relu, "ELUFwdOp": F.elu, "SELUFwdOp": F.selu,
     "HardtanhFwdOp": F.hardtanh, "HardsigmoidFwdOp": F.hardsigmoid, "HardswishFwdOp": F.hardswish,
     "SiLUFwdOp": F.silu, "MishFwdOp": F.mish,

@@ -8,7 +8,7 @@ Polynomials are minimax fits of relative error, which their comments state in po
 import triton
 import triton.language as tl
 
-from tileops.lib.activations_triton import LN_2, LOG2_E, exp2, inverse
+from tileops.lib.activations_triton import LN_2, LOG2_E, exp2, instruction, inverse
 
 PI: tl.constexpr = tl.constexpr(3.1415925025939941)
 """pi in float32, rounded down."""
@@ -20,9 +20,7 @@ NANS: tl.constexpr = tl.constexpr(tl.PropagateNan.ALL)
 
 @triton.jit
 def log2(x):
-    return tl.inline_asm_elementwise(
-        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
+    return instruction(x, "lg2.approx.ftz.f32")
 
 
 @triton.jit
