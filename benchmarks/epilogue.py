@@ -5,7 +5,7 @@ product with a separate epilogue, the library's own epilogue, and Inductor's cod
     python -m benchmarks.epilogue --tiny --device cpu   # that it runs
 
 Every contender is held to float64 before it is timed. Prints a table for each shape, the best of each
-kernel, and the constants for ``tileops/gemm/kernels/epilogue.py`` and ``tileops/fusion/cost.py``.
+kernel, and what to write into ``SHARE`` of ``tileops/gemm/kernels/epilogue.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tileops.gemm import GEMMEpilogueFwdOp, GEMMFwdOp
+from tileops.gemm import GEMMEpilogueFwdOp
 
 ROOT = Path(__file__).parent.parent
 Tensors = dict[str, "torch.Tensor | None"]
@@ -151,8 +151,7 @@ def works(case: Case, sets: list[Tensors], autotune: bool) -> dict[str, list[Cal
                 functions[name] = entry.bind(artifact, call) if entry.bind else artifact
             except Exception as error:
                 print(f"  {name}: {type(error).__name__}: {str(error)[:200]}")
-        product = GEMMFwdOp()
-        functions["product alone"] = lambda a, b, *_: product(a, b)
+        functions["product alone"] = lambda a, b, *_: torch.mm(a, b.t())
     else:
         op = GEMMEpilogueFwdOp(activation=case.activation, keeps_preactivation=case.keeps)
         functions["tileops"] = op
@@ -240,14 +239,21 @@ def table(result: dict[str, Any], case: Case) -> None:
 
 
 def constants(results: list[dict[str, Any]]) -> None:
-    """Print what the shapes of many rows say of the declared times."""
-    print("\nagainst the library's product without an epilogue, best configuration of each kernel:")
+    """Print what the shapes say of ``SHARE``: how fast a product is with its epilogue, of one without."""
+    shares: dict[str, list[float]] = {}
+    print(
+        "\nspeed of the library's product alone, reached by the best configuration of each kernel:"
+    )
     for result in results:
         alone = result["device_us"].get("product alone", {}).get("median")
         ours = {k: us for k, (_, us) in result["best"].items() if k not in LEFT}
         if alone is not None and ours:
             row = "  ".join(f"{kernel} {alone / us:.3f}" for kernel, us in ours.items())
             print(f"  {result['name']:36} {row}")
+            for kernel, us in ours.items():
+                shares.setdefault(kernel, []).append(alone / us)
+    for kernel, found in shares.items():
+        print(f"SHARE of {kernel}: {statistics.median(found):.3f} (median of {len(found)} shapes)")
 
 
 def main() -> None:

@@ -113,6 +113,14 @@ def test_layouts_and_parts(kernel, trans_a, trans_b):
         hold(kernel, SIZE, parts=parts, trans_a=trans_a, trans_b=trans_b, activation="silu")
 
 
+@pytest.mark.parametrize(("trans_a", "trans_b"), LAYOUTS)
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_the_librarys_epilogue(activation, trans_a, trans_b):
+    # Its GELU is by tanh on a card and exact on the CPU: tests/gpu/test_gemm_epilogue.py holds it.
+    params = {"activation": activation, "trans_a": trans_a, "trans_b": trans_b}
+    hold("CublasEpilogue", SIZE, residual=False, **params)
+
+
 @pytest.mark.parametrize("kernel", KERNELS[:2])
 @pytest.mark.parametrize("size", [(0, 3, 4), (3, 0, 4), (3, 4, 0), (1, 1, 1), (17, 33, 129)])
 def test_sizes(kernel, size):

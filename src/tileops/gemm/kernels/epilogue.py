@@ -295,7 +295,7 @@ class PersistentEpilogue(Kernel):
             return "float32 products are not for tensor cores"
         if min(sizes(call)) == 0:
             return "a call without elements"
-        for name in ("a", "b", "residual", "d"):
+        for name in ("a", "b", "residual", "d", "preactivation"):
             spec = call.inputs.get(name) or call.outputs.get(name)
             if spec is None:
                 continue
