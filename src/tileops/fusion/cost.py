@@ -28,7 +28,8 @@ from tileops.fusion.graph import fusable, tensors_of, value_of
 __all__ = [
     "ADVANTAGE",
     "APART",
-    "ONE_ROW",
+    "LONGEST_ROW",
+    "ON_ONE_CORE",
     "OVERHEAD",
     "Estimate",
     "brings_nothing",
@@ -44,9 +45,12 @@ decomposition. Elsewhere 0: the CPU's own kernels are the decomposition itself."
 OVERHEAD = {"cuda": 4 << 20}
 """What the call of an operator costs the host, in bytes that the device could have moved meanwhile."""
 
-ONE_ROW = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes in which a product of one row is faster on the CPU as a loop of Inductor's than as the library's;
-docs/fusion.md has the measurement. Others were not measured."""
+LONGEST_ROW = {torch.float32: 1536, torch.bfloat16: 4096, torch.float16: 1536}
+"""By dtype: elements of a matrix's row up to which a product of one row is faster on one core of a CPU as
+a loop of Inductor's than as the library's product: then the row that is multiplied no longer stays in the
+first cache. Other dtypes were not measured."""
+ON_ONE_CORE = (torch.float32,)
+"""Dtypes in which the library's product of one row takes one core, however many there are."""
 
 SLOW_IN_FLOAT64 = ("cuda",)
 """Where float64 costs so much that bytes no longer say what work costs."""
@@ -125,9 +129,14 @@ def _hint(size: Any) -> int:
     return int(size)
 
 
-def one_row_pays(dtype: torch.dtype) -> str:
-    """'' where a product of one row is faster as a loop, else why it is not."""
-    return "" if dtype in ONE_ROW else f"the library's product serves {dtype}"
+def one_row_pays(dtype: torch.dtype, length: int) -> str:
+    """'' where a product of one row of ``length`` elements is faster as a loop, else why it is not."""
+    longest = LONGEST_ROW.get(dtype)
+    if longest is None:
+        return f"the library's product serves {dtype}"
+    if length <= longest or (dtype in ON_ONE_CORE and torch.get_num_threads() > 1):
+        return ""
+    return f"the library's product is faster for more than {longest} elements a row, here {length}"
 
 
 def slowly_wide(device: torch.device, inputs: list[Any], steps: list[Any]) -> bool:

@@ -2,7 +2,7 @@
 
 Such a product reads its matrix once and does two operations with each element, so reading is what it
 costs. As multiplication and sum it becomes a loop of Inductor's that all cores share; as a matrix
-product it stays a library's call, which was seen to use one core.
+product it stays a library's call, which in float32 was seen to use one core.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def unroll(rewrite: Rewrite) -> None:
         said, by = policy_of(node, "auto", rewrite.policy)
         reason = f"policy never, by {by}" if said == "never" else _unable(product)
         if not reason and said == "auto":
-            reason = one_row_pays(value_of(product.matrix).dtype)
+            reason = one_row_pays(value_of(product.row).dtype, value_of(product.row).numel())
         reason = reason or _unroll(node, product, rewrite)
         if reason:
             rewrite.report.add("declined", node, product.name, reason=reason)

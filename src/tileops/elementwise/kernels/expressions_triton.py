@@ -15,7 +15,7 @@ from tileops.elementwise.kernels.functions_triton import (
     erf,
     expm1,
     floordivide,
-    inverse,
+    inverted,
     log,
     log1p,
     negated,
@@ -261,7 +261,7 @@ def sign(x):
 
 @triton.jit
 def reciprocal(x, NARROW: tl.constexpr):
-    return inverse(x.to(tl.float32), NARROW)
+    return inverted(x.to(tl.float32), NARROW)
 
 
 @triton.jit

@@ -56,7 +56,7 @@ def quotient_by(x, y, inverse):
 
 
 @triton.jit
-def inverse(x, NARROW: tl.constexpr):
+def inverted(x, NARROW: tl.constexpr):
     if NARROW:
         return 1.0 / x
     else:
