@@ -171,10 +171,10 @@ def _joined(a, b, value, inside, place, TURN: tl.constexpr, FOLD: tl.constexpr):
         a = tl.maximum(a, value, propagate_nan=tl.PropagateNan.ALL)
     elif FOLD == "min":
         a = tl.minimum(a, value, propagate_nan=tl.PropagateNan.ALL)
-    elif FOLD == "moments":  # Welford 1962; elements outside come after all inside
-        away = tl.where(inside, value - a, 0.0)
-        a += away * (1.0 / (TURN + 1))
-        b += away * (value - a)
+    elif FOLD == "moments":  # Youngs and Cramer 1971: sums, and squares about the mean
+        a += value
+        away = tl.where(inside, value * (TURN + 1) - a, 0.0)
+        b += away * away * (1.0 / (TURN * (TURN + 1)))
     else:
         key = _key(value, inside)
         better = key > a
@@ -281,6 +281,7 @@ def _part(
         if FOLD == "moments":
             turns = tl.maximum(tl.minimum((left - place + (TURN - 1)) // TURN, TURNS), 0)
             c = tl.broadcast_to(tl.where(there, turns, 0), value.shape).to(value.dtype)
+            a = a / tl.maximum(c, 1.0)
         a, b, c = _merged(a, b, c, FOLD, AXIS)
     return a, b, c
 
