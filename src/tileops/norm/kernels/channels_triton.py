@@ -15,6 +15,7 @@ __all__ = [
     "channel_moments",
     "held_channel_gradients",
     "held_channels",
+    "instance_statistics",
     "normalize_channels",
 ]
 
@@ -239,6 +240,40 @@ def normalize_channels(
         values = tl.load(x + places, mask=mask, other=0.0).to(tl.float32)
         result = tl.fma(values - mean, scale, biases)
         tl.store(y + places, result.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def instance_statistics(
+    moments,  # [2, instances, C]: means, and sums of squares about them
+    running_mean,
+    running_var,
+    instances,
+    momentum,
+    C: tl.constexpr,
+    L: tl.constexpr,
+    CB: tl.constexpr,
+    DEPTH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Running statistics move towards the mean over instances, of the unbiased variance."""
+    _begin(DEPENDENT)
+    c = tl.program_id(0) * CB + tl.arange(0, CB)[None, :]
+    means = tl.zeros([DEPTH, CB], tl.float32)
+    squares = tl.zeros([DEPTH, CB], tl.float32)
+    for first in range(0, instances, DEPTH):
+        instance = first + tl.arange(0, DEPTH)[:, None].to(tl.int64)
+        mask = (instance < instances) & (c < C)
+        place = instance * C + c
+        means += tl.load(moments + place, mask=mask, other=0.0)
+        squares += tl.load(moments + instances.to(tl.int64) * C + place, mask=mask, other=0.0)
+    number = instances.to(tl.float32)
+    mean = tl.div_rn(tl.sum(means, axis=0)[None, :], number)
+    var = tl.div_rn(tl.sum(squares, axis=0)[None, :], number * (L - 1))
+    keep = 1.0 - momentum
+    old_mean = _of_channels(running_mean, c, C, 0.0)
+    old_var = _of_channels(running_var, c, C, 0.0)
+    tl.store(running_mean + c, keep * old_mean + momentum * mean, mask=c < C)
+    tl.store(running_var + c, keep * old_var + momentum * var, mask=c < C)
 
 
 # --- gradients ----------------------------------------------------------------------------------

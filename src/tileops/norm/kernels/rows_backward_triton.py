@@ -10,28 +10,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tileops.norm.kernels.access_triton import inverse_root, load, store
+
 __all__ = ["add_up", "column_sums", "rows_backward", "stream_rows_backward"]
-
-
-@triton.jit
-def _load(pointer, offsets, mask, MASKED: tl.constexpr):
-    if MASKED:
-        return tl.load(pointer + offsets, mask=mask, other=0.0)
-    else:
-        return tl.load(pointer + offsets)
-
-
-@triton.jit
-def _store(pointer, offsets, values, mask, MASKED: tl.constexpr):
-    if MASKED:
-        tl.store(pointer + offsets, values.to(pointer.dtype.element_ty), mask=mask)
-    else:
-        tl.store(pointer + offsets, values.to(pointer.dtype.element_ty))
-
-
-@triton.jit
-def _scale(sum_of_squares, eps, N: tl.constexpr):
-    return tl.rsqrt(tl.fma(sum_of_squares, 1.0 / N, eps))
 
 
 @triton.jit
@@ -44,7 +25,7 @@ def _gradients(
         values -= (tl.sum(values, axis=1) * (1.0 / N))[:, None]
         if PADDED:
             values = tl.where(inside, values, 0.0)
-    scale = _scale(tl.sum(values * values, axis=1), eps, N)[:, None]
+    scale = inverse_root(tl.sum(values * values, axis=1), eps, N)[:, None]
     normal = values * scale
     scaled = grads
     if scales is not None:
@@ -88,33 +69,33 @@ def rows_backward(
     step = tl.num_programs(0).to(tl.int64) * TILE
     mask = inside & (begin + lanes < rows)
 
-    values = _load(x + begin * N, offsets, mask, MASKED)
-    grads = _load(grad + begin * N, offsets, mask, MASKED)
+    values = load(x + begin * N, offsets, mask, MASKED)
+    grads = load(grad + begin * N, offsets, mask, MASKED)
     others = grads  # stands for none: None cannot be carried from turn to turn
     if added is not None:
-        others = _load(added + begin * N, offsets, mask, MASKED)
+        others = load(added + begin * N, offsets, mask, MASKED)
     scales = None
     if weight is not None:
-        scales = _load(weight, cols + lanes * 0, inside, PADDED)
+        scales = load(weight, cols + lanes * 0, inside, PADDED)
     weight_sum = tl.zeros([TILE, BLOCK], tl.float32)
     bias_sum = tl.zeros([TILE, BLOCK], tl.float32)
 
     for first in range(begin, rows, step):
         ahead = first + step
         mask_ahead = inside & (ahead + lanes < rows)
-        values_ahead = _load(x + ahead * N, offsets, mask_ahead, True)
-        grads_ahead = _load(grad + ahead * N, offsets, mask_ahead, True)
+        values_ahead = load(x + ahead * N, offsets, mask_ahead, True)
+        grads_ahead = load(grad + ahead * N, offsets, mask_ahead, True)
         others_ahead = grads_ahead
         if added is not None:
-            others_ahead = _load(added + ahead * N, offsets, mask_ahead, True)
+            others_ahead = load(added + ahead * N, offsets, mask_ahead, True)
         mask = inside & (first + lanes < rows)
         result, product = _gradients(grads, values, scales, eps, inside, N, PADDED, CENTRED)
         if grad_x is not None:
             if added is not None:
                 result += others.to(tl.float32)
-            _store(grad_x + first * N, offsets, result, mask, MASKED)
+            store(grad_x + first * N, offsets, result, mask, MASKED)
             if grad_again is not None:
-                _store(grad_again + first * N, offsets, result, mask, MASKED)
+                store(grad_again + first * N, offsets, result, mask, MASKED)
         if weight_sums is not None:
             if TILE != 1:  # without eps, a row that is not there would be 0 times infinity
                 product = tl.where(mask, product, 0.0)
@@ -125,9 +106,9 @@ def rows_backward(
 
     share = tl.program_id(0).to(tl.int64) * N
     if weight_sums is not None:
-        _store(weight_sums + share, cols, tl.sum(weight_sum, axis=0)[None, :], inside, PADDED)
+        store(weight_sums + share, cols, tl.sum(weight_sum, axis=0)[None, :], inside, PADDED)
     if bias_sums is not None:
-        _store(bias_sums + share, cols, tl.sum(bias_sum, axis=0)[None, :], inside, PADDED)
+        store(bias_sums + share, cols, tl.sum(bias_sum, axis=0)[None, :], inside, PADDED)
 
 
 @triton.jit
@@ -168,12 +149,12 @@ def add_up(
 @triton.jit
 def _chunk(grad, x, weight, mean, cols, inside, MASKED: tl.constexpr, CENTRED: tl.constexpr):
     """A chunk's values less ``mean``, and its scaled gradients."""
-    values = _load(x, cols, inside, MASKED).to(tl.float32)
+    values = load(x, cols, inside, MASKED).to(tl.float32)
     if CENTRED:
         values = tl.where(inside, values - mean, 0.0)
-    scaled = _load(grad, cols, inside, MASKED).to(tl.float32)
+    scaled = load(grad, cols, inside, MASKED).to(tl.float32)
     if weight is not None:
-        scaled *= _load(weight, cols, inside, MASKED).to(tl.float32)
+        scaled *= load(weight, cols, inside, MASKED).to(tl.float32)
     return values, scaled
 
 
@@ -202,7 +183,7 @@ def stream_rows_backward(
     mean = 0.0
     if CENTRED:
         for begin in range(0, length, CHUNK):
-            values = _load(x + here + begin, cols, begin + cols < N, MASKED)
+            values = load(x + here + begin, cols, begin + cols < N, MASKED)
             mean += tl.sum(values.to(tl.float32), axis=0)
         mean *= 1.0 / N
     squares = 0.0
@@ -221,7 +202,7 @@ def stream_rows_backward(
         along += tl.sum(scaled * values, axis=0)
         if CENTRED:
             level += tl.sum(scaled, axis=0)
-    scale = _scale(squares, eps, N)
+    scale = inverse_root(squares, eps, N)
     if scales is not None:
         tl.store(scales + row, scale)
         if CENTRED:
@@ -240,10 +221,10 @@ def stream_rows_backward(
             )
             result = (scaled - level - values * scale * along) * scale
             if added is not None:
-                result += _load(added + place, cols, inside, MASKED).to(tl.float32)
-            _store(grad_x + place, cols, result, inside, MASKED)
+                result += load(added + place, cols, inside, MASKED).to(tl.float32)
+            store(grad_x + place, cols, result, inside, MASKED)
             if grad_again is not None:
-                _store(grad_again + place, cols, result, inside, MASKED)
+                store(grad_again + place, cols, result, inside, MASKED)
 
 
 @triton.jit
