@@ -187,20 +187,29 @@ def check_kernel(op, inputs, way=None, multiprocessors=1):
             assert torch.equal(tensor, before[name]), name
 
 
-LONG = 4100
-"""The fewest elements of a long row in float32, and a chunk that is not full."""
+LONG, STREAMED = 4100, 4101
+"""Of float32: too long to hold a weight's gradient beside, and too long to hold element by element."""
 
 # Both sides of where rows are no longer held (8192, or 4096 in float32), primes, powers of two.
-LENGTHS = [(3, 3), (70, 127), (19, 128), (5, 1000), (3, 1025), (5, 4096), (2, 8191), (40, LONG)]
+LENGTHS = [(3, 3), (70, 127), (19, 128), (5, 1000), (3, 1025), (5, 4096), (2, 8191)]
 
 
 @pytest.mark.parametrize("cls", OPS)
 @pytest.mark.parametrize(("count", "length"), LENGTHS)
 def test_kernels(cls, count, length):
-    dtype = torch.float32 if length == LONG else FLOATS[(length + OPS.index(cls)) % 3]
-    if length == LONG and cls is not LayerNormBwdOp:
-        count = 3  # one block of rows
-    check_kernel(*made(cls, (count, length), dtype))
+    check_kernel(*made(cls, (count, length), FLOATS[(length + OPS.index(cls)) % 3]))
+
+
+@pytest.mark.parametrize("cls", OPS)
+@pytest.mark.parametrize("length", [LONG, STREAMED, 16388])
+def test_kernels_of_long_rows(cls, length):
+    check_kernel(*made(cls, (3, length), torch.float32))
+
+
+def test_columns_of_many_long_rows():
+    """Summed by several programs."""
+    op, inputs = made(LayerNormBwdOp, (130, LONG), torch.float32, wants_input=False)
+    check_kernel(op, inputs, multiprocessors=132)
 
 
 @pytest.mark.parametrize("cls", OPS)
@@ -211,8 +220,9 @@ def test_kernels_for_every_choice_of_gradients(cls):
         check_kernel(*made(cls, (5, 96), torch.float32, weight=False))
 
 
-def test_kernels_of_long_rows_for_choices_of_gradients():
-    shape = (3, LONG)
+@pytest.mark.parametrize("length", [LONG, STREAMED])
+def test_kernels_of_long_rows_for_choices_of_gradients(length):
+    shape = (3, length)
     check_kernel(*made(LayerNormBwdOp, shape, torch.float32, wants_weight=False))
     check_kernel(*made(LayerNormBwdOp, shape, torch.float32, wants_input=False, wants_bias=False))
     check_kernel(*made(LayerNormBwdOp, shape, torch.float32, False, wants_bias=False))
@@ -230,7 +240,7 @@ def test_candidates():
             check_kernel(op, inputs, way, multiprocessors=1)
 
 
-@pytest.mark.parametrize("length", [100, LONG])
+@pytest.mark.parametrize("length", [100, LONG, STREAMED])
 def test_a_row_without_eps_that_is_not_there(length):
     """Rows past the end are zeros, and without eps zeros are infinite when normalised."""
     op, inputs = made(LayerNormBwdOp, (5, length), torch.float32, eps=0.0)
@@ -284,6 +294,8 @@ def builds(call):
         (LayerNormBwdOp, 4096, (9, 0)),
         (FusedAddRMSNormBwdOp, 4096, (10, 0)),
         (LayerNormBwdOp, 16384, (9, 0)),
+        (FusedAddRMSNormBwdOp, 16384, (8, 0)),
+        (LayerNormBwdOp, 32768, (9, 0)),
         (RMSNormBwdOp, 128, (9, 0)),
     ],
 )
@@ -294,7 +306,7 @@ def test_fits(cls, length, arch):
         assert_fits(build, arch)
 
 
-TIGHT = [(127, True), (1024, True), (4096, False), (8192, True), (99991, True)]
+TIGHT = [(127, True), (1024, True), (4096, False), (8192, True), (16376, True), (99991, True)]
 
 
 @pytest.mark.slow

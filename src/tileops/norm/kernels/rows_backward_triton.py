@@ -12,28 +12,31 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tileops.norm.kernels.access_triton import inverse_root, load, store
 
-__all__ = ["add_up", "column_sums", "rows_backward", "stream_rows_backward"]
+__all__ = ["add_up", "column_sums", "row_backward", "rows_backward", "stream_rows_backward"]
 
 
 @triton.jit
 def _gradients(
     grads, values, scales, eps, inside, N: tl.constexpr, PADDED: tl.constexpr, CENTRED: tl.constexpr
 ):
-    """Of a tile of whole rows: the rows' gradients, and what the weight's gradient sums."""
+    """Of a tile of whole rows: their gradients, what the weight's gradient sums, their means (0 where
+    they are not centred) and factors."""
     values, grads = values.to(tl.float32), grads.to(tl.float32)
+    mean = 0.0
     if CENTRED:
-        values -= (tl.sum(values, axis=1) * (1.0 / N))[:, None]
+        mean = tl.sum(values, axis=1) * (1.0 / N)
+        values -= mean[:, None]
         if PADDED:
             values = tl.where(inside, values, 0.0)
-    scale = inverse_root(tl.sum(values * values, axis=1), eps, N)[:, None]
-    normal = values * scale
+    scale = inverse_root(tl.sum(values * values, axis=1), eps, N)
+    normal = values * scale[:, None]
     scaled = grads
     if scales is not None:
         scaled = grads * scales.to(tl.float32)
     result = scaled - normal * (tl.sum(scaled * normal, axis=1) * (1.0 / N))[:, None]
     if CENTRED:
         result -= (tl.sum(scaled, axis=1) * (1.0 / N))[:, None]
-    return result * scale, grads * normal
+    return result * scale[:, None], grads * normal, mean, scale
 
 
 @triton.jit
@@ -89,7 +92,9 @@ def rows_backward(
         if added is not None:
             others_ahead = load(added + ahead * N, offsets, mask_ahead, True)
         mask = inside & (first + lanes < rows)
-        result, product = _gradients(grads, values, scales, eps, inside, N, PADDED, CENTRED)
+        result, product, _, _ = _gradients(
+            grads, values, scales, eps, inside, N, PADDED, CENTRED
+        )
         if grad_x is not None:
             if added is not None:
                 result += others.to(tl.float32)
@@ -109,6 +114,51 @@ def rows_backward(
         store(weight_sums + share, cols, tl.sum(weight_sum, axis=0)[None, :], inside, PADDED)
     if bias_sums is not None:
         store(bias_sums + share, cols, tl.sum(bias_sum, axis=0)[None, :], inside, PADDED)
+
+
+@triton.jit
+def row_backward(
+    grad,
+    x,
+    weight,
+    added,
+    grad_x,
+    grad_again,
+    means,  # [rows]: what column_sums needs to know of each row
+    scales,
+    eps,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+    CENTRED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """One row per program, read once: too long to hold the weight's gradient beside it."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    PADDED: tl.constexpr = N != BLOCK
+    cols = tl.max_contiguous(tl.arange(0, BLOCK), VECTOR)[None, :]
+    inside = cols < N
+    row = tl.program_id(0).to(tl.int64)
+    here = row * N
+    values = load(x + here, cols, inside, PADDED)
+    grads = load(grad + here, cols, inside, PADDED)
+    weights = None
+    if weight is not None:
+        weights = load(weight, cols, inside, PADDED)
+    result, _, mean, scale = _gradients(grads, values, weights, eps, inside, N, PADDED, CENTRED)
+    one = row + tl.arange(0, 1)
+    if scales is not None:
+        tl.store(scales + one, scale)
+        if CENTRED:
+            tl.store(means + one, mean)
+    if grad_x is not None:
+        if added is not None:
+            result += load(added + here, cols, inside, PADDED).to(tl.float32)
+        store(grad_x + here, cols, result, inside, PADDED)
+        if grad_again is not None:
+            store(grad_again + here, cols, result, inside, PADDED)
 
 
 @triton.jit
@@ -174,8 +224,12 @@ def stream_rows_backward(
     CHUNK: tl.constexpr,
     VECTOR: tl.constexpr,
     CENTRED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One row per program, read in chunks: for its mean, for its sums, and for its gradient."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     MASKED: tl.constexpr = N % CHUNK != 0
     cols = tl.max_contiguous(tl.arange(0, CHUNK), VECTOR)
     row = tl.program_id(0).to(tl.int64)
@@ -233,7 +287,7 @@ def column_sums(
     x,
     means,
     scales,
-    weight_sums,
+    weight_sums,  # [programs, N], or where there is one program, the gradient itself
     bias_sums,
     rows,
     N: tl.constexpr,
@@ -241,8 +295,12 @@ def column_sums(
     DEPTH: tl.constexpr,
     VECTOR: tl.constexpr,
     CENTRED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Program (c, p) takes the columns of block c in every so-many-th block of rows."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     cols = tl.program_id(0) * COLS + tl.max_contiguous(tl.arange(0, COLS), VECTOR)[None, :]
     lanes = tl.arange(0, DEPTH)[:, None]
     inside = cols < N
@@ -263,6 +321,6 @@ def column_sums(
             bias_sum += grads
     share = tl.program_id(1).to(tl.int64) * N
     if weight_sums is not None:
-        tl.store(weight_sums + share + cols, tl.sum(weight_sum, axis=0)[None, :], mask=inside)
+        store(weight_sums + share, cols, tl.sum(weight_sum, axis=0)[None, :], inside, True)
     if bias_sums is not None:
-        tl.store(bias_sums + share + cols, tl.sum(bias_sum, axis=0)[None, :], mask=inside)
+        store(bias_sums + share, cols, tl.sum(bias_sum, axis=0)[None, :], inside, True)
