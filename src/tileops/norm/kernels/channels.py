@@ -294,7 +294,9 @@ class SplitChannels(_TwoReadings):
     def _bind(cls, launchers: tuple[Launcher, ...], call: CallSpec) -> Run:
         channels = Channels.of(call)
         normalize, *first = (launcher.on(call.device.index) for launcher in launchers)
-        of_channels, splits, blocks = channels.grids(call, channels.split_tile, cls._turns(channels))
+        of_channels, splits, blocks = channels.grids(
+            call, channels.split_tile, cls._turns(channels)
+        )
         count, numbers = channels.count, (float(call.params.eps), float(call.params.momentum))
         makers = [output_of(spec) for spec in channels.outputs if spec is not None]
         single, missing = len(channels.outputs) == 1, (None,) * channels.outputs.count(None)

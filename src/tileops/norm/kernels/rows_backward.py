@@ -347,14 +347,15 @@ class LongRows(Kernel):
 
     @classmethod
     def _row_build(cls, rows: BackwardRows, constants: dict[str, Any]) -> TritonBuild:
-        facts = ("means", "scales")
+        tensors = (*ROW_TENSORS, "means", "scales")
         if cls._holds(rows):
             block = next_power_of_2(rows.length)
-            arguments, warps = (*ROW_TENSORS, *facts, "eps"), min(32, block // 512)
-            return rows.build("row_backward", arguments, warps=warps, BLOCK=block, **constants)
-        arguments = (*ROW_TENSORS, *facts, "length", "eps")
+            constants = {**constants, "BLOCK": block}
+            warps = min(32, block // 512)
+            return rows.build("row_backward", (*tensors, "eps"), warps=warps, **constants)
         chunk = 2048 if rows.vector == 1 else 8192 // rows.tensors["x"].dtype.itemsize
-        return rows.build("stream_rows_backward", arguments, warps=8, CHUNK=chunk, **constants)
+        constants = {**constants, "CHUNK": chunk}
+        return rows.build("stream_rows_backward", (*tensors, "length", "eps"), warps=8, **constants)
 
     @staticmethod
     def _programs(rows: BackwardRows) -> int:

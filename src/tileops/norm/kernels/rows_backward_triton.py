@@ -92,9 +92,7 @@ def rows_backward(
         if added is not None:
             others_ahead = load(added + ahead * N, offsets, mask_ahead, True)
         mask = inside & (first + lanes < rows)
-        result, product, _, _ = _gradients(
-            grads, values, scales, eps, inside, N, PADDED, CENTRED
-        )
+        result, product, _, _ = _gradients(grads, values, scales, eps, inside, N, PADDED, CENTRED)
         if grad_x is not None:
             if added is not None:
                 result += others.to(tl.float32)

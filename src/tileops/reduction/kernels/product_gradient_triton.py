@@ -61,7 +61,7 @@ def product_gradients(
 
     before = tl.full([KEPT], 1.0, NUMBER)
     if WALKS:
-        for block in range(0, blocks):
+        for block in range(blocks):
             tl.store(befores + kept * blocks + block, before, mask=there)
             place = block * BLOCK + step
             values = _taken(x + base + place * stride, allowed & (place < n), grad, WIDE)
@@ -70,7 +70,7 @@ def product_gradients(
             before = tl.reduce(values, AXIS, _times)
         tl.debug_barrier()  # other threads of this program have stored what is read now
     later = tl.zeros([KEPT], NUMBER)
-    for back in range(0, blocks):
+    for back in range(blocks):
         block = blocks - 1 - back
         place = block * BLOCK + step
         inside = allowed & (place < n)
