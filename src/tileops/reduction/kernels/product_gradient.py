@@ -8,7 +8,6 @@ depend on how many rows stand beside it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from tileops.lib.launch import (
     output_of,
     pointer_to,
 )
+from tileops.reduction.kernels.scan import Shape
 from tileops.reduction.kernels.softmax import axes, grain_of
 
 __all__ = ["ProductGradient"]
@@ -31,39 +31,19 @@ DEVICE = f"{__name__}_triton"
 TILE = 2048
 """Elements of a block, at most."""
 ROW_TILE = 512
-"""Of several short rows."""
+"""Elements of a tile of several short rows."""
 MOST_COLUMNS = 16
 """Neighbouring columns of a block: of float32, 64 bytes."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """How a call is cut: a block is ``kept`` indices times ``block`` elements along the axis."""
-
-    outer: int
-    n: int
-    inner: int
-    kept: int
-    block: int
-
-    @classmethod
-    def of(cls, call: CallSpec) -> Shape:
-        outer, n, inner = axes(call)
-        extent = next_power_of_2(max(n, 1))
-        if inner == 1:
-            return cls(outer, n, inner, max(ROW_TILE // extent, 1), min(extent, TILE))
-        kept = min(next_power_of_2(max(inner, 1)), MOST_COLUMNS)
-        return cls(outer, n, inner, kept, min(extent, TILE // kept))
-
-    @property
-    def blocks(self) -> int:
-        return cdiv(self.n, self.block)
-
-    @property
-    def programs(self) -> int:
-        if self.inner == 1:
-            return cdiv(self.outer, self.kept)
-        return self.outer * cdiv(self.inner, self.kept)
+def _shape(call: CallSpec) -> Shape:
+    """How the call is cut, a part being a block."""
+    outer, n, inner = axes(call)
+    extent = next_power_of_2(max(n, 1))
+    if inner == 1:
+        return Shape(outer, n, inner, max(ROW_TILE // extent, 1), min(extent, TILE), 1)
+    kept = min(next_power_of_2(max(inner, 1)), MOST_COLUMNS)
+    return Shape(outer, n, inner, kept, min(extent, TILE // kept), 1)
 
 
 def _wide(call: CallSpec) -> bool:
@@ -77,7 +57,7 @@ class ProductGradient(Kernel):
 
     @classmethod
     def entry_for(cls, call: CallSpec) -> Entry:
-        shape, wide = Shape.of(call), _wide(call)
+        shape, wide = _shape(call), _wide(call)
         given = {"grad": call.spec("grad_output"), "x": call.spec("input")}
         fixed: tuple[tuple[str, Any], ...] = (
             ("N_GRAIN", grain_of(shape.n)),
@@ -85,7 +65,7 @@ class ProductGradient(Kernel):
             ("KEPT", shape.kept),
             ("BLOCK", shape.block),
             ("AXIS", 1 if shape.inner == 1 else 0),
-            ("WALKS", shape.blocks > 1),
+            ("WALKS", shape.parts > 1),
             ("WIDE", wide),
         )
         build = TritonBuild(
@@ -108,9 +88,9 @@ class ProductGradient(Kernel):
 
 
 def _bind(launcher: Launcher, call: CallSpec) -> Run:
-    shape, spec = Shape.of(call), call.spec("input")
+    shape, spec = _shape(call), call.spec("input")
     launch, make = launcher.on(call.device.index), output_of(spec)
-    count = shape.outer * shape.inner * shape.blocks
+    count = shape.outer * shape.inner * shape.parts
     kind = torch.float64 if _wide(call) else torch.float32
     make_befores = output_of(TensorSpec.contiguous_of((count,), kind, spec.device))
     scalars = (
@@ -118,14 +98,14 @@ def _bind(launcher: Launcher, call: CallSpec) -> Run:
         shape.n // grain_of(shape.n),
         shape.inner // grain_of(shape.inner),
         cdiv(shape.inner, shape.kept),
-        shape.blocks,
+        shape.parts,
     )
 
     def run(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         y = make()
         if y.numel():
-            befores = make_befores() if shape.blocks > 1 else None
-            launch(shape.programs, 1, 1, grad, x, y, befores, *scalars)
+            befores = make_befores() if shape.parts > 1 else None
+            launch(shape.tiles, 1, 1, grad, x, y, befores, *scalars)
         return y
 
     return run
