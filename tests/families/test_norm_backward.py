@@ -19,7 +19,12 @@ from tests.triton_interpreter import interpreted
 from tileops import CheckError
 from tileops.authoring import TensorSpec
 from tileops.backend.tolerances import compare
-from tileops.norm import FusedAddRMSNormBwdOp, LayerNormBwdOp, RMSNormBwdOp
+from tileops.norm import (
+    FusedAddRMSNormBwdOp,
+    FusedAddRMSNormFwdOp,
+    LayerNormBwdOp,
+    RMSNormBwdOp,
+)
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32]
 DTYPES = [*FLOATS, torch.float64]
@@ -120,11 +125,26 @@ def test_any_shape_and_stride(cls, lead, length, step, dtype):
     check(op, inputs)
 
 
-def test_equal_outputs_are_two_tensors():
-    op, inputs = made(FusedAddRMSNormBwdOp, (3, 4), torch.float32)
-    first, second, _ = op(*inputs.values())
-    assert torch.equal(first, second)
-    assert first.data_ptr() != second.data_ptr()
+@pytest.mark.parametrize("compiled", [False, True])
+def test_one_gradient_of_both_terms_of_a_sum(compiled):
+    """It is written once, and neither term's may be changed by what becomes of the other's."""
+    op, weight = FusedAddRMSNormFwdOp(1e-3), torch.randn(8)
+    x, residual = (torch.randn(3, 8, requires_grad=True) for _ in range(2))
+    call = torch.compile(op, backend="aot_eager") if compiled else op
+    for turn in (1, 2):  # the second adds to what the first left
+        sum(result.square().sum() for result in call(x, residual, weight)).backward()
+        assert x.grad is not residual.grad
+        assert x.grad.data_ptr() != residual.grad.data_ptr()
+        total = (x.detach() + residual.detach()).double().requires_grad_()
+        normal = torch.nn.functional.rms_norm(total, (8,), weight.double(), 1e-3)
+        (wanted,) = torch.autograd.grad(normal.square().sum() + total.square().sum(), total)
+        for grad in (x.grad, residual.grad):
+            torch.testing.assert_close(grad.double(), turn * wanted, rtol=1e-5, atol=1e-5)
+    x.grad.zero_()
+    assert residual.grad.abs().sum() > 0
+    frozen = torch.randn(3, 8)
+    (only,) = torch.autograd.grad(call(frozen, residual, weight)[0].sum(), residual)
+    assert only.shape == (3, 8)
 
 
 # --- kernels in the interpreter -----------------------------------------------------------------
@@ -144,6 +164,8 @@ def call_for(op, inputs, **facts):
     outputs = {}
     for output in op.entry.outputs:
         wanted = getattr(op, "wants_" + output.name.removeprefix("grad_"))
+        if output.name == "grad_input":
+            wanted = wanted or getattr(op, "wants_residual", False)
         if output.name == "grad_weight":
             wanted = wanted and weight is not None
         flat = output.name in ("grad_weight", "grad_bias")

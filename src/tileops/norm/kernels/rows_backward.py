@@ -62,12 +62,7 @@ class BackwardRows:
         if call.op == "LayerNormBwdOp":
             outputs = ("grad_x", "grad_weight", "grad_bias")
         elif call.op == "FusedAddRMSNormBwdOp":
-            inputs, outputs = (
-                ("grad", "added", "x", "weight"),
-                ("grad_x", "grad_again", "grad_weight"),
-            )
-            if call.outputs["grad_input"] is None:  # of the two that are equal the first is grad_x
-                outputs = ("grad_again", "grad_x", "grad_weight")
+            inputs = ("grad", "added", "x", "weight")
         given = zip(
             (*inputs, *outputs), (*call.inputs.values(), *call.outputs.values()), strict=True
         )
@@ -205,7 +200,7 @@ def _tensors_of(
     return tensors
 
 
-ROW_TENSORS = ("grad", "x", "weight", "added", "grad_x", "grad_again")
+ROW_TENSORS = ("grad", "x", "weight", "added", "grad_x")
 
 
 # --- rows held in registers ---------------------------------------------------------------------

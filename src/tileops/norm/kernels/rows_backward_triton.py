@@ -46,7 +46,6 @@ def rows_backward(
     weight,
     added,  # a gradient that reaches the row by another way
     grad_x,
-    grad_again,  # a second copy of grad_x
     weight_sums,  # [programs, N]: each program's share of the weight's gradient
     bias_sums,
     rows,
@@ -97,8 +96,6 @@ def rows_backward(
             if added is not None:
                 result += others.to(tl.float32)
             store(grad_x + first * N, offsets, result, mask, MASKED)
-            if grad_again is not None:
-                store(grad_again + first * N, offsets, result, mask, MASKED)
         if weight_sums is not None:
             if TILE != 1:  # without eps, a row that is not there would be 0 times infinity
                 product = tl.where(mask, product, 0.0)
@@ -121,7 +118,6 @@ def row_backward(
     weight,
     added,
     grad_x,
-    grad_again,
     means,  # [rows]: what column_sums needs to know of each row
     scales,
     eps,
@@ -155,8 +151,6 @@ def row_backward(
         if added is not None:
             result += load(added + here, cols, inside, PADDED).to(tl.float32)
         store(grad_x + here, cols, result, inside, PADDED)
-        if grad_again is not None:
-            store(grad_again + here, cols, result, inside, PADDED)
 
 
 @triton.jit
@@ -213,7 +207,6 @@ def stream_rows_backward(
     weight,
     added,
     grad_x,
-    grad_again,
     means,  # [rows]: what column_sums needs to know of each row
     scales,
     length,  # N again, at run time: a loop of a known number of turns would be unrolled, and spill
@@ -275,8 +268,6 @@ def stream_rows_backward(
             if added is not None:
                 result += load(added + place, cols, inside, MASKED).to(tl.float32)
             store(grad_x + place, cols, result, inside, MASKED)
-            if grad_again is not None:
-                store(grad_again + place, cols, result, inside, MASKED)
 
 
 @triton.jit
