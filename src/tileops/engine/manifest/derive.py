@@ -105,9 +105,14 @@ def _gradients(entry: Entry, wiring: Wiring) -> list[Input]:
     return found
 
 
+def _gradient_names(entry: Entry, wiring: Wiring) -> tuple[str, ...]:
+    """Of the outputs, one for each of the inputs."""
+    return _prefixed("grad_", wiring.inputs, _taken(entry))
+
+
 def _given(entry: Entry, wiring: Wiring) -> list[Output]:
     """The gradients that go out."""
-    names = _prefixed("grad_", wiring.inputs, _taken(entry))
+    names = _gradient_names(entry, wiring)
     found = []
     for own, want, name in zip(names, wiring.wants, wiring.inputs, strict=True):
         item = entry.input(name)
@@ -219,17 +224,18 @@ def dedicated_wiring(entry: Entry, backward: Entry) -> Wiring:
         tuple(item.name for item in backward.inputs[grads:]),
         tuple(p.name for p in backward.params if p.name in entry.shape_params),
     )
-    return dataclasses.replace(wiring, results=_results(backward, wiring))
+    return dataclasses.replace(wiring, results=_results(entry, backward, wiring))
 
 
-def _results(backward: Entry, wiring: Wiring) -> tuple[int, ...]:
-    """For each of the forward's inputs the output that is its gradient: the one that its wish makes
-    appear, else the next in order."""
-    asked = [set() if o.nullable is None else set(o.nullable.names) for o in backward.outputs]
-    found: list[int] = []
-    for want in wiring.wants:
-        following = found[-1] + 1 if found else 0
-        found.append(next((n for n, names in enumerate(asked) if want in names), following))
+def _results(entry: Entry, backward: Entry, wiring: Wiring) -> tuple[int, ...]:
+    """For each of the forward's inputs the output that is its gradient: that of its name, else the one
+    that its wish makes appear; -1 where there is none."""
+    places = {output.name: n for n, output in enumerate(backward.outputs)}
+    asked = [() if o.nullable is None else o.nullable.names for o in backward.outputs]
+    found = []
+    for own, want in zip(_gradient_names(entry, wiring), wiring.wants, strict=True):
+        others = (n for n, names in enumerate(asked) if want in names)
+        found.append(places[own] if own in places else next(others, -1))
     return tuple(found)
 
 
@@ -314,13 +320,13 @@ def _param_faults(entry: Entry, backward: Entry, wiring: Wiring) -> list[str]:
 def _output_faults(entry: Entry, backward: Entry, wiring: Wiring) -> list[str]:
     saved = tuple(item.name for item in backward.inputs)
     each = _given(entry, dataclasses.replace(wiring, saved=saved))
-    results = _results(backward, wiring)
+    results = _results(entry, backward, wiring)
     groups = [
-        [ours for ours, found in zip(each, results, strict=True) if found == n]
-        for n in sorted(set(results))
+        [ours for ours, place in zip(each, results, strict=True) if place == n]
+        for n in range(len(backward.outputs))
     ]
     names = [output.name for output in backward.outputs]
-    if names != [group[0].name for group in groups]:
+    if -1 in results or names != [group[0].name for group in groups if group]:
         accepted = ", ".join(output.name for output in each)
         return [f"its outputs are {accepted}; given {', '.join(names) or 'none'}"]
     faults = []
