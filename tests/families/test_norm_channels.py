@@ -133,6 +133,11 @@ def test_training(shape):
     check_kernel(*forward(shape, torch.float32, False, False, training=True), multiprocessors=2)
 
 
+def test_training_where_a_tile_that_is_not_full_comes_before_others():
+    """In three tiles of 65 places, by programs that take several instances."""
+    check_kernel(*forward((130, 2, 65), torch.float32, training=True), multiprocessors=1)
+
+
 @pytest.mark.parametrize("shape", [*KERNEL_SHAPES, (1, 3), (0, 3), (2, 3, 0)])
 def test_evaluation(shape):
     check_kernel(*forward(shape, FLOATS[sum(shape) % 3]))
