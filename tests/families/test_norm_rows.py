@@ -397,3 +397,18 @@ def test_groups_fit(shape, arch):
     call = call_for(op, given, arch=arch)
     for build in builds_of(chosen(call, *of_op(op)).entry_for(call)):
         assert_fits(build, arch)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_running_statistics_fit(arch):
+    op, inputs = running_call((1, 2, 2), torch.float32)
+    cuda = torch.device("cuda", 0)
+    given = {
+        n: TensorSpec.contiguous_of((8, 128, 1024) if n == "input" else (128,), t.dtype, cuda)
+        for n, t in inputs.items()
+    }
+    call = call_for(op, given, arch=arch)
+    made = builds_of(chosen(call, *of_op(op)).entry_for(call))
+    assert len(made) == 2
+    for build in made:
+        assert_fits(build, arch)

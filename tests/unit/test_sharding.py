@@ -337,7 +337,11 @@ def test_compiled_training():
 
     with ranks(2) as mesh:
         results, counters = [], []
-        for compiled in (False, True, True):  # twice: what the first compilation left behind is there
+        for compiled in (
+            False,
+            True,
+            True,
+        ):  # twice: what the first compilation left behind is there
             call = layer
             if compiled:
                 torch.compiler.reset()

@@ -7,7 +7,7 @@ __all__ = ["inverse_root", "load", "store"]
 
 
 @triton.jit
-def load(pointer, offsets, mask, MASKED: tl.constexpr, POLICY: tl.constexpr = ""):
+def load(pointer, offsets, mask, MASKED: tl.constexpr, POLICY: tl.constexpr):
     if MASKED:
         return tl.load(pointer + offsets, mask=mask, other=0.0, eviction_policy=POLICY)
     else:

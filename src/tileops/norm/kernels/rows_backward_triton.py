@@ -19,16 +19,17 @@ __all__ = ["add_up", "column_sums", "row_backward", "rows_backward", "stream_row
 def _gradients(
     grads, values, scales, eps, inside, N: tl.constexpr, PADDED: tl.constexpr, CENTRED: tl.constexpr
 ):
-    """Of a tile of whole rows: their gradients, what the weight's gradient sums, their means (0 where
-    they are not centred) and factors."""
+    """Of a tile of whole rows: their gradients, what the weight's gradient sums, their means (where
+    they are centred) and factors."""
     values, grads = values.to(tl.float32), grads.to(tl.float32)
-    mean = 0.0
     if CENTRED:
         mean = tl.sum(values, axis=1) * (1.0 / N)
         values -= mean[:, None]
         if PADDED:
             values = tl.where(inside, values, 0.0)
     scale = inverse_root(tl.sum(values * values, axis=1), eps, N)
+    if not CENTRED:
+        mean = scale  # stands for none
     normal = values * scale[:, None]
     scaled = grads
     if scales is not None:
@@ -71,25 +72,25 @@ def rows_backward(
     step = tl.num_programs(0).to(tl.int64) * TILE
     mask = inside & (begin + lanes < rows)
 
-    values = load(x + begin * N, offsets, mask, MASKED)
-    grads = load(grad + begin * N, offsets, mask, MASKED)
+    values = load(x + begin * N, offsets, mask, MASKED, "")
+    grads = load(grad + begin * N, offsets, mask, MASKED, "")
     others = grads  # stands for none: None cannot be carried from turn to turn
     if added is not None:
-        others = load(added + begin * N, offsets, mask, MASKED)
+        others = load(added + begin * N, offsets, mask, MASKED, "")
     scales = None
     if weight is not None:
-        scales = load(weight, cols + lanes * 0, inside, PADDED)
+        scales = load(weight, cols + lanes * 0, inside, PADDED, "")
     weight_sum = tl.zeros([TILE, BLOCK], tl.float32)
     bias_sum = tl.zeros([TILE, BLOCK], tl.float32)
 
     for first in range(begin, rows, step):
         ahead = first + step
         mask_ahead = inside & (ahead + lanes < rows)
-        values_ahead = load(x + ahead * N, offsets, mask_ahead, True)
-        grads_ahead = load(grad + ahead * N, offsets, mask_ahead, True)
+        values_ahead = load(x + ahead * N, offsets, mask_ahead, True, "")
+        grads_ahead = load(grad + ahead * N, offsets, mask_ahead, True, "")
         others_ahead = grads_ahead
         if added is not None:
-            others_ahead = load(added + ahead * N, offsets, mask_ahead, True)
+            others_ahead = load(added + ahead * N, offsets, mask_ahead, True, "")
         mask = inside & (first + lanes < rows)
         result, product, _, _ = _gradients(grads, values, scales, eps, inside, N, PADDED, CENTRED)
         if grad_x is not None:
@@ -136,11 +137,11 @@ def row_backward(
     inside = cols < N
     row = tl.program_id(0).to(tl.int64)
     here = row * N
-    values = load(x + here, cols, inside, PADDED)
-    grads = load(grad + here, cols, inside, PADDED)
+    values = load(x + here, cols, inside, PADDED, "")
+    grads = load(grad + here, cols, inside, PADDED, "")
     weights = None
     if weight is not None:
-        weights = load(weight, cols, inside, PADDED)
+        weights = load(weight, cols, inside, PADDED, "")
     result, _, mean, scale = _gradients(grads, values, weights, eps, inside, N, PADDED, CENTRED)
     one = row + tl.arange(0, 1)
     if scales is not None:
@@ -149,7 +150,7 @@ def row_backward(
             tl.store(means + one, mean)
     if grad_x is not None:
         if added is not None:
-            result += load(added + here, cols, inside, PADDED).to(tl.float32)
+            result += load(added + here, cols, inside, PADDED, "").to(tl.float32)
         store(grad_x + here, cols, result, inside, PADDED)
 
 
@@ -191,12 +192,12 @@ def add_up(
 @triton.jit
 def _chunk(grad, x, weight, mean, cols, inside, MASKED: tl.constexpr, CENTRED: tl.constexpr):
     """A chunk's values less ``mean``, and its scaled gradients."""
-    values = load(x, cols, inside, MASKED).to(tl.float32)
+    values = load(x, cols, inside, MASKED, "").to(tl.float32)
     if CENTRED:
         values = tl.where(inside, values - mean, 0.0)
-    scaled = load(grad, cols, inside, MASKED).to(tl.float32)
+    scaled = load(grad, cols, inside, MASKED, "").to(tl.float32)
     if weight is not None:
-        scaled *= load(weight, cols, inside, MASKED).to(tl.float32)
+        scaled *= load(weight, cols, inside, MASKED, "").to(tl.float32)
     return values, scaled
 
 
@@ -228,7 +229,7 @@ def stream_rows_backward(
     mean = 0.0
     if CENTRED:
         for begin in range(0, length, CHUNK):
-            values = load(x + here + begin, cols, begin + cols < N, MASKED)
+            values = load(x + here + begin, cols, begin + cols < N, MASKED, "")
             mean += tl.sum(values.to(tl.float32), axis=0)
         mean *= 1.0 / N
     squares = 0.0
@@ -266,7 +267,7 @@ def stream_rows_backward(
             )
             result = (scaled - level - values * scale * along) * scale
             if added is not None:
-                result += load(added + place, cols, inside, MASKED).to(tl.float32)
+                result += load(added + place, cols, inside, MASKED, "").to(tl.float32)
             store(grad_x + place, cols, result, inside, MASKED)
 
 

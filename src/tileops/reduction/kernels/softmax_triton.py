@@ -16,7 +16,7 @@ def _finite(peak):
 
 
 @triton.jit
-def _read(grad, x, y, corner, offset, inside, POLICY: tl.constexpr = ""):
+def _read(grad, x, y, corner, offset, inside, POLICY: tl.constexpr):
     """A tile of values, and of gradients where there are any, in float32."""
     if grad is None:
         value = tl.load(x + corner + offset, mask=inside, other=float("-inf"))
@@ -81,7 +81,7 @@ def _whole(
     value, grads = _read(grad, x, y, corner, offset, inside, "evict_last" if AGAIN else "")
     peak, total = _summary(value, grads, grad, AXIS, LOG)
     if AGAIN:
-        value, _ = _read(grad, x, y, corner, offset, inside)
+        value, _ = _read(grad, x, y, corner, offset, inside, "")
     peak, total = tl.expand_dims(peak, AXIS), tl.expand_dims(total, AXIS)
     tl.store(y + corner + offset, _result(value, grads, peak, total, grad, LOG), mask=inside)
 
@@ -125,7 +125,7 @@ def softmax_streamed(
     sums = tl.zeros([CHUNKS], tl.float32)
     for chunk in range(chunks):
         inside = chunk * CHUNK + place < n
-        value, grads = _read(grad, x, y, row + chunk * CHUNK, place, inside)
+        value, grads = _read(grad, x, y, row + chunk * CHUNK, place, inside, "")
         peak, total = _summary(value, grads, grad, 0, LOG)
         peaks = tl.where(every == chunk, peak, peaks)
         sums = tl.where(every == chunk, total, sums)
@@ -133,7 +133,7 @@ def softmax_streamed(
     for back in range(chunks):  # backwards: the last chunks read are those still in cache
         chunk = chunks - 1 - back
         inside = chunk * CHUNK + place < n
-        value, grads = _read(grad, x, y, row + chunk * CHUNK, place, inside)
+        value, grads = _read(grad, x, y, row + chunk * CHUNK, place, inside, "")
         value = _result(value, grads, peak, total, grad, LOG)
         tl.store(y + row + chunk * CHUNK + place, value, mask=inside)
 
@@ -158,7 +158,7 @@ def softmax_split_summarise(
     program = tl.program_id(0)
     start, place = program % chunks * CHUNK, tl.arange(0, CHUNK)
     corner = (program // chunks).to(tl.int64) * n + start
-    value, grads = _read(grad, x, y, corner, place, start + place < n)
+    value, grads = _read(grad, x, y, corner, place, start + place < n, "")
     peak, total = _summary(value, grads, grad, 0, LOG)
     if grad is None:
         tl.store(peaks + program, peak)
@@ -184,7 +184,7 @@ def softmax_split_write(
     program = tl.program_id(0)
     start, place = program % chunks * CHUNK, tl.arange(0, CHUNK)
     corner = (program // chunks).to(tl.int64) * n + start
-    value, grads = _read(grad, x, y, corner, place, start + place < n)
+    value, grads = _read(grad, x, y, corner, place, start + place < n, "")
     if DEPENDENT:
         gdc_wait()  # for the summaries; what came before them in the stream is complete
     every, first = tl.arange(0, CHUNKS), program - program % chunks
@@ -242,7 +242,7 @@ def softmax_columns(
     for start in range(0, n, STEP):
         place = start + step
         inside = (place < n) & (column < inner)
-        value, grads = _read(grad, x, y, corner, place * inner + column, inside)
+        value, grads = _read(grad, x, y, corner, place * inner + column, inside, "")
         tile_peak, tile_sum = _summary(value, grads, grad, 0, LOG)
         if grad is None:
             higher = tl.maximum(peak, tile_peak)
@@ -254,6 +254,6 @@ def softmax_columns(
     for start in range(0, n, STEP):
         place = start + step
         inside = (place < n) & (column < inner)
-        value, grads = _read(grad, x, y, corner, place * inner + column, inside)
+        value, grads = _read(grad, x, y, corner, place * inner + column, inside, "")
         value = _result(value, grads, peak[None, :], sums[None, :], grad, LOG)
         tl.store(y + corner + place * inner + column, value, mask=inside)
