@@ -174,6 +174,17 @@ def test_quotients_of_16_bits(cls, dtype):
         assert torch.equal(result.signbit()[zeros], wanted.signbit()[zeros])
 
 
+@pytest.mark.parametrize("decimals", [1, 2, 5, -1, -3, 38])
+def test_decimals_are_torchs_to_the_bit(decimals):
+    """Which divides by the power of ten."""
+    x = torch.cat((torch.randn(3000) * 1e3, torch.tensor(SPECIALS), torch.tensor([3e38, -1e-40])))
+    result, _ = run_kernel(RoundFwdOp(decimals=decimals), {"input": x})
+    wanted = torch.round(x, decimals=decimals)
+    assert torch.equal(result.isnan(), wanted.isnan())
+    assert torch.equal(result.nan_to_num(7.0), wanted.nan_to_num(7.0))
+    assert torch.equal(result.signbit()[wanted == 0], wanted.signbit()[wanted == 0])
+
+
 def test_a_power_in_float32():
     x = torch.cat((torch.rand(500) * 8 + 1e-3, torch.tensor([3.0, 2.5, 1.0000001, 1e-40, 1e38])))
     y = torch.cat((torch.randn(500) * 16, torch.tensor([80.0, -88.0, 1e8, -0.9, 0.99])))

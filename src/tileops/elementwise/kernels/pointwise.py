@@ -302,7 +302,7 @@ class Round(Pointwise):
     def scalars(cls, call: CallSpec) -> Numbers:
         if not call.params.decimals:
             return ()
-        power = ctypes.c_float(min(10.0 ** abs(call.params.decimals), math.inf)).value
+        power = ctypes.c_float(10.0 ** abs(call.params.decimals)).value
         return power, 1 / power
 
 
