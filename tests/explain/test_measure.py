@@ -241,6 +241,19 @@ def test_an_own_loop():
     assert UNMEASURED in [each.what for each in made.unknown]
 
 
+def test_a_loop_that_ends_by_an_exception():
+    compiled = torch.compile(golden.branches, backend="eager")
+
+    def loop():
+        for _ in range(2):
+            compiled(torch.ones(4))
+        raise StopIteration
+
+    with pytest.raises(StopIteration), tileops.explaining(measure=True) as made:
+        loop()
+    assert made.measured.synchronizations == 1
+
+
 def test_what_is_measured_is_called_with_copies():
     x = torch.zeros(4)
     torch._dynamo.mark_dynamic(x, 0)

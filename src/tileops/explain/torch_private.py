@@ -270,15 +270,18 @@ def profiled() -> Iterator[Profile]:
         return
     cuda = torch.cuda.is_available()
     profiler = torch.autograd.profiler.profile(use_device="cuda" if cuda else None, use_kineto=cuda)
-    with profiler:
-        yield made
-    for event in profiler.function_events or ():
-        kernels = tuple((kernel.name, kernel.duration) for kernel in event.kernels)
-        span = Span(event.name, event.time_range.start, event.time_range.end, event.thread, kernels)
-        if event.device_type.name == "CPU":
-            made.host.append(span)
-        elif not getattr(event, "is_user_annotation", False):  # the echo of a span of the host
-            made.device.append(span)
+    try:
+        with profiler:
+            yield made
+    finally:
+        for event in profiler.function_events or ():
+            kernels = tuple((kernel.name, kernel.duration) for kernel in event.kernels)
+            times = event.time_range
+            seen = Span(event.name, times.start, times.end, event.thread, kernels)
+            if event.device_type.name == "CPU":
+                made.host.append(seen)
+            elif not getattr(event, "is_user_annotation", False):  # the echo of a span of the host
+                made.device.append(seen)
 
 
 def span(name: str) -> contextlib.AbstractContextManager[Any]:
