@@ -212,3 +212,16 @@ for case in CASES.values():
 """,
         tmp_path,
     )
+
+
+def test_a_family_may_first_be_imported_under_a_mode(tmp_path):
+    code = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+with FakeTensorMode():
+    from tileops.norm import RMSNormFwdOp
+    op = RMSNormFwdOp((8,))
+    print(type(op(torch.randn(2, 8), None)).__name__)
+print(type(op(torch.randn(2, 8), None)).__name__)
+"""
+    assert python(code, tmp_path).split() == ["FakeTensor", "Tensor"]

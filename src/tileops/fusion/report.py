@@ -21,7 +21,8 @@ class Report:
     """The events of one graph, in the order in which they happened; each also goes to every open
     ``tileops.recording()``.
 
-    Kinds: ``substituted``: plain PyTorch became an op (``call``: which; ``steps``: of how many nodes);
+    Kinds: ``substituted``: plain PyTorch became an op (``call``: which; ``steps``: of how many nodes;
+    ``stacks``: where those are);
     ``near miss``: plain PyTorch has the hint of an op and does not mean it, for a ``reason``;
     ``inlined``: an op became its decomposition; ``fused``: an op took its neighbours; ``declined``: what
     means an op or is one stayed what it is, for a ``reason``. Data: ``op``, the class's name; ``node``;
@@ -45,8 +46,11 @@ class Report:
         return "\n".join(map(_line, self.events)) or "nothing to rewrite"
 
 
+_APART = ("op", "node", "stack", "stacks")
+
+
 def _line(event: Event) -> str:
-    more = (f"{k}: {v}" for k, v in event.data.items() if k not in ("op", "node", "stack"))
+    more = (f"{k}: {v}" for k, v in event.data.items() if k not in _APART)
     frames = [line.strip() for line in event.data["stack"].splitlines()]
     place = next((f for f in reversed(frames) if f.startswith("File") and _of_user(f)), "")
     return f"{event.kind} {event.data['op']} ({', '.join([event.data['node'], *more])}) {place}".rstrip()

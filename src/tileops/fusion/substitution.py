@@ -122,8 +122,14 @@ class _Pass:
             raise NoMatchError(problem)
         self.covered |= proof.region
         self.rewrite.substituted.add(call)
+        stacks = dict.fromkeys(n.meta.get("stack_trace") or "" for n in sorted(proof.region))
         self.rewrite.report.add(
-            "substituted", call, one.entry.name, call=repr(op), steps=len(proof.region)
+            "substituted",
+            call,
+            one.entry.name,
+            call=repr(op),
+            steps=len(proof.region),
+            stacks=[stack for stack in stacks if stack],
         )
         _sweep(self.rewrite, proof.region)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tileops.engine.boundary.growth import Growth
 from tileops.engine.boundary.instances import OpState
@@ -32,7 +33,8 @@ class _Absent(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
-ABSENT = tuple(_Absent() for _ in range(64))
+with _disable_current_modes():  # under a FakeTensorMode, say, the first import of a family may be
+    ABSENT = tuple(_Absent() for _ in range(64))
 """``ABSENT[n]`` stands for argument ``n`` in a guard where it is absent."""
 
 
