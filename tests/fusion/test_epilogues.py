@@ -140,6 +140,41 @@ def test_it_stops_where_the_form_ends():
     assert fused(seen) == ["scale", "silu", "scale", "residual", "residual"]
 
 
+NO_GRAD = {
+    "product": (lambda h, b: F.relu(h) * 2 + b.sum(), "linear"),
+    "product, then bias": (lambda h, b: F.gelu(h + b), "linear"),
+    "activation": (lambda h, b: h + b, "gelu"),
+}
+
+
+@pytest.mark.parametrize("name", NO_GRAD)
+def test_a_gradient_that_stops_between_stops_the_chain(name):
+    then, last = NO_GRAD[name]
+
+    def function(x, w, b):
+        with torch.no_grad():
+            h = F.linear(x, w)
+            if last == "gelu":
+                h = F.gelu(h)
+        return then(h, b)
+
+    given = [t.float().requires_grad_() for t in tensors((4, 8), W, BIAS)]
+    run, seen = rewritten(function, "always")
+    result = run(*given)
+    torch.testing.assert_close(result, function(*given))
+    result.sum().backward()
+    assert [t.grad is not None for t in given] == [False, False, True]
+    if last == "linear":
+        assert "part of it is under torch.no_grad" in declined(seen)
+
+
+def test_scales_whose_product_float32_does_not_hold_stay_apart():
+    run, seen = rewritten(lambda x, w: F.relu(x @ w) * 1e30 * 1e30, "always")
+    x, w = torch.randn(4, 8), torch.randn(8, 6)
+    torch.testing.assert_close(run(x, w), F.relu(x @ w) * 1e30 * 1e30)
+    assert fused(seen) == ["relu, scale"]
+
+
 def test_two_users_end_the_chain():
     x, w, b, r = tensors((4, 8), (6, 8), (6,), (4, 6), dtype=torch.float32)
 
@@ -354,6 +389,19 @@ def test_a_scale_moves_into_attention():
         key = next(str(a) for n in seen.graphs[0].graph.nodes for a in n.args if "GQA" in str(a))
         factor = (op.sm_scale or 1 / math.sqrt(8)) / 8
         assert f"sm_scale={factor!r}" in key
+
+
+def test_a_scale_whose_gradient_stops_there_stays():
+    def function(q, k, v):
+        with torch.no_grad():
+            scaled = q * 0.5
+        return ATTENTION(scaled, k, v)
+
+    given = [t.float().requires_grad_() for t in tensors(*[(1, 4, 2, 8)] * 3)]
+    run, seen = rewritten(function, "always")
+    run(*given).sum().backward()
+    assert [t.grad is not None for t in given] == [False, True, True]
+    assert fused(seen) == []
 
 
 def test_a_scale_that_attention_does_not_take_stays():

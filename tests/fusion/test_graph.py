@@ -88,6 +88,36 @@ def test_memory_knows_what_is_written_through_views():
     assert not memory.written(b)
 
 
+def shortened(x):
+    a = x + 0
+    F.embedding(torch.zeros(1, dtype=torch.int64), a, max_norm=0.1)
+    return a
+
+
+def counted(x):
+    a = x + 0
+    F.batch_norm(torch.ones(2, 3), a[0, :3], a[1, :3].exp(), training=True)
+    return a
+
+
+def listed(x):
+    a = x + 0
+    torch._foreach_add_([x[0], a[0]], 1.0)
+    return a
+
+
+@pytest.mark.parametrize("function", [shortened, counted, listed])
+def test_memory_knows_what_no_first_argument_tells(function):
+    module = captured(function, torch.randn(4, 4))
+    memory, nodes = Memory(module.graph), {n.name: n for n in module.graph.nodes}
+    assert memory.written(nodes["a"])
+
+
+def test_an_embedding_reads_its_weight():
+    module = captured(lambda x, i: F.embedding(i, x), torch.randn(4, 4), torch.zeros(1).long())
+    assert not Memory(module.graph).written(next(iter(module.graph.nodes)))
+
+
 def test_an_edit_that_differs_leaves_no_trace():
     module = captured(lambda x: (x * 2).sum(-1), torch.randn(4, 4))
     graph = module.graph

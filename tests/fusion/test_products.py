@@ -84,6 +84,17 @@ def test_an_empty_product_and_a_row_in_strides():
             assert torch.equal(run(row, empty), F.linear(row, empty))
 
 
+@pytest.mark.parametrize("bias", [None, torch.randn(3)], ids=["alone", "bias"])
+def test_rows_of_no_elements_are_not_one(bias):
+    assert refused(lambda x, w: F.linear(x, w, bias), torch.randn(5, 0), torch.randn(3, 0)) is None
+
+
+def test_a_number_of_rows_that_only_the_data_tell():
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        x, w, chosen = torch.randn(4, K), torch.randn(N, K), torch.tensor([True, False] * 2)
+        assert refused(lambda x, w, m: F.linear(x[m], w), x, w, chosen) is None
+
+
 def test_a_matrix_that_is_written_later_is_read_before():
     def function(x, w):
         y = F.linear(x, w)

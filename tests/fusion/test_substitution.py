@@ -253,6 +253,28 @@ def test_near_misses_stay_and_say_why(name):
     assert reason.replace("g_w_", "") in found.replace("l_w_", "").replace("g_w_", ""), found
 
 
+def cast_alone(x, w):
+    with torch.no_grad():
+        a = x.float()
+    return (a * torch.rsqrt(a.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype) * w
+
+
+def weight_of_one_row(x, w):
+    with torch.no_grad():
+        w = w.unsqueeze(0)
+    a = x.float()
+    return (a * torch.rsqrt(a.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype) * w
+
+
+@pytest.mark.parametrize("function", [cast_alone, weight_of_one_row])
+def test_a_gradient_that_stops_at_a_cast_or_view_is_none(function):
+    given = [torch.randn(s, dtype=torch.bfloat16, requires_grad=True) for s in ((8, 8), (8,))]
+    run, _ = rewritten(function, "always", ONLY)
+    run(*given).sum().backward()
+    found = [t.grad is not None for t in given]
+    assert found == ([False, True] if function is cast_alone else [True, False])
+
+
 @pytest.mark.parametrize("function", [cast_then_written, written_cast, weight_cast_then_written])
 def test_what_was_cast_and_then_written_is_read_after_the_cast(function):
     """The op in float32, of what the casts gave; not in float16, of what stands there now."""

@@ -20,7 +20,7 @@ from torch.fx import Node
 from tileops.engine.errors import TileopsError
 from tileops.engine.op import Op
 from tileops.fusion.cost import epilogue_loses
-from tileops.fusion.graph import Edit, canonical, fusable, value_of
+from tileops.fusion.graph import Edit, canonical, fusable, storages, value_of
 from tileops.fusion.placement import Call, call_of, given_to, served_in_tree
 from tileops.fusion.policies import policy_of
 from tileops.fusion.rewrite import Rewrite
@@ -31,6 +31,8 @@ PRODUCTS = ("linear", "matmul", "mm", "addmm")
 ACTIVATIONS = ("relu", "gelu", "silu")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 OP = "GEMMEpilogueFwdOp"
+LARGEST = torch.finfo(torch.float32).max
+"""Of scales: the op multiplies in float32."""
 
 
 def take(rewrite: Rewrite) -> None:
@@ -210,7 +212,7 @@ def _activation(chain: _Chain, node: Node, name: str) -> _Chain | None:
 
 def _scale(chain: _Chain, node: Node, name: str) -> _Chain | None:
     number = _number(node, chain.last, name)
-    if number is None or chain.stage > 3 or not math.isfinite(chain.scale * number):
+    if number is None or chain.stage > 3 or abs(chain.scale * number) > LARGEST:
         return None
     return chain.then(node, "scale", 3, scale=chain.scale * number)
 
@@ -312,6 +314,8 @@ def _unable(rewrite: Rewrite, chain: _Chain) -> str:
     """Why a chain cannot become the op, whatever is wanted."""
     if rewrite.autocast:
         return "it is called under torch.autocast"
+    if not rewrite.modes.one((chain.product, *chain.steps)):
+        return "part of it is under torch.no_grad"
     if value_of(chain.product).dtype is not chain.dtype:
         return f"its product is {value_of(chain.product).dtype}"
     if chain.own is not None:
@@ -329,11 +333,9 @@ def _unable(rewrite: Rewrite, chain: _Chain) -> str:
 
 def _fuses_on(node: Node) -> bool:
     """Whether all that reads a node, through views of it, is work that Inductor fuses."""
-    own = value_of(node).untyped_storage()._cdata
 
     def fuses(user: Node) -> bool:
-        value = value_of(user)
-        if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == own:
+        if isinstance(value_of(user), torch.Tensor) and storages(user) == storages(node):
             return _fuses_on(user)
         return fusable(user)
 
@@ -432,6 +434,8 @@ def _moved(
         return node, f"policy never, by {by}"
     if rewrite.autocast:
         return node, "it is called under torch.autocast"
+    if not rewrite.modes.one((scaled, node)):
+        return node, f"{place} is scaled under another gradient mode"
     if value_of(inner).dtype is not value_of(scaled).dtype:
         return node, f"{place} is {value_of(inner).dtype} before it is scaled"
     if rewrite.memory.written(inner, start=scaled, end=node):

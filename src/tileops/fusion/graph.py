@@ -15,11 +15,13 @@ from torch.utils._pytree import tree_leaves
 __all__ = [
     "Edit",
     "Memory",
+    "Modes",
     "canonical",
     "difference",
     "fusable",
     "idle",
     "is_pointwise",
+    "storages",
     "tensors_of",
     "value_of",
 ]
@@ -199,8 +201,7 @@ def _plain(name: str) -> str:
 
 def _returns_argument(node: Node) -> frozenset[int]:
     """The memory that a value has in common with an argument."""
-    arguments = [value_of(n) for n in node.all_input_nodes]
-    return _storages(value_of(node)) & _storages(arguments)
+    return storages(node) & storages(node.all_input_nodes)
 
 
 def _writes(node: Node, name: str) -> bool:
@@ -243,8 +244,39 @@ def fusable(node: Node) -> bool:
 # ---- memory --------------------------------------------------------------------------------------
 
 
-def _storages(value: Any) -> frozenset[int]:
-    return frozenset(t.untyped_storage()._cdata for t in tensors_of(value))
+def storages(value: Any) -> frozenset[int]:
+    """The memory of the tensors in a value; nodes count as theirs."""
+    nodes: list[Any] = []
+    map_arg(value, nodes.append)
+    return frozenset(
+        _unwrapped(t).untyped_storage()._cdata
+        for one in (value, *map(value_of, nodes))
+        for t in tensors_of(one)
+    )
+
+
+def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """What the transforms of ``torch.func`` wrap, whose memory it is."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+_STATE = {
+    "batch_norm": {"running_mean": 1, "running_var": 2},
+    "embedding": {"weight": 1},
+    "embedding_bag": {"weight": 1},
+    "instance_norm": {"running_mean": 1, "running_var": 2},
+}
+"""What functions may write that no name tells of, and at which place it is given: an embedding with
+``max_norm`` shortens rows of its weight."""
+
+
+def _state(node: Node, name: str) -> list[Any]:
+    given = dict(enumerate(node.args))
+    if name.startswith("embedding") and node.kwargs.get("max_norm", given.get(3)) is None:
+        return []
+    return [node.kwargs.get(key, given.get(place)) for key, place in _STATE[name].items()]
 
 
 class Memory:
@@ -265,26 +297,27 @@ class Memory:
     def _written(self, node: Node) -> frozenset[int]:
         if node.op not in ("call_function", "call_method"):
             return frozenset()
-        target, arguments = node.target, [value_of(n) for n in node.all_input_nodes]
+        target = node.target
         if isinstance(target, torch._ops.OpOverload):
             schema = target._schema
             if not schema.is_mutable:
                 return frozenset()
             given = dict(zip((a.name for a in schema.arguments), node.args, strict=False))
             given.update(node.kwargs)
-            return _storages(
+            return storages(
                 [
-                    value_of(given.get(a.name))
+                    given.get(a.name)
                     for a in schema.arguments
                     if a.alias_info is not None and a.alias_info.is_write
                 ]
             )
         name = _name(target)
         if isinstance(target, torch._ops.HigherOrderOperator):
-            return _storages(arguments)  # what it does with its arguments is not known
+            return storages(node.all_input_nodes)  # what it does with its arguments is not known
+        if name in _STATE:
+            return storages(_state(node, name))
         if name is not None and _writes(node, name):
-            first = value_of(node.args[0]) if node.args else None
-            return _storages([first, value_of(node.kwargs.get("out"))])
+            return storages([node.args[:1], node.kwargs.get("out")])
         if idle(node) or (name is not None and _plain(name) in _VIEWS):
             return frozenset()
         return _returns_argument(node)  # silu(x, inplace=True)
@@ -292,10 +325,39 @@ class Memory:
     def written(self, node: Node, start: Node | None = None, end: Node | None = None) -> bool:
         """Whether the memory of a node's value is written after ``start`` (by default the node) and
         before ``end`` (by default the end). A node that was not captured counts as if it were."""
-        storages = _storages(node.meta.get("example_value"))
+        own = storages(node)
         first = self._order.get(start or node, -1)
         last = len(self._order) if end is None else self._order.get(end, len(self._order))
-        return any(first < n < last and storages & written for n, written in self._writes)
+        return any(first < n < last and own & written for n, written in self._writes)
+
+
+# ---- gradient modes ------------------------------------------------------------------------------
+
+
+class Modes:
+    """Under which gradient mode each node runs. Made once, of the graph as it was captured."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._of: dict[Node, tuple[Any, ...]] = {}
+        names = {node: getattr(node.target, "__name__", "") for node in graph.nodes}
+        first = next((n for n, name in names.items() if name == "_set_grad_enabled"), None)
+        # A mode is set to what it was not.
+        enabled, other = None if first is None else not first.args[0], None
+        for node, name in names.items():
+            if name == "_set_grad_enabled":
+                enabled = bool(node.args[0])
+            elif name.startswith(("_enter_", "_exit_")):
+                other = node
+            self._of[node] = (enabled, other)
+
+    def one(self, nodes: Iterable[Node]) -> bool:
+        """Whether all run under one."""
+        return len({self._at(node) for node in nodes}) <= 1
+
+    def _at(self, node: Node) -> tuple[Any, ...] | None:
+        while node not in self._of and node.op != "root":
+            node = node.prev  # it was put where the node before it runs
+        return self._of.get(node)
 
 
 # ---- edits ---------------------------------------------------------------------------------------

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tileops.fusion.cost import one_row_pays
 from tileops.fusion.graph import Edit, canonical, value_of
@@ -56,11 +58,21 @@ def one_row(node: Node) -> OneRow | None:
         found = OneRow(a, b, not call.op._params["trans_b"], call=call)
     else:
         return None
-    values = [value_of(found.row), value_of(found.matrix)]
-    if not all(isinstance(n, Node) for n in (found.row, found.matrix)) or values[1].dim() != 2:
+    given = (node, found.row, found.matrix)
+    result, row, matrix = values = [value_of(n) for n in given]
+    if not all(isinstance(n, Node) for n in given) or not all(map(_is_plain, values)):
         return None
-    inner = values[1].shape[0 if found.transposed else 1]
-    return found if values[0].dim() and values[0].numel() == inner else None
+    if matrix.dim() != 2 or not row.dim():
+        return None
+    outer, inner = matrix.shape if not found.transposed else matrix.shape[::-1]
+    one = statically_known_true(row.numel() == inner) and statically_known_true(
+        result.numel() == outer  # many rows of no elements are not one
+    )
+    return found if one else None
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, FakeTensor) and value.layout is torch.strided
 
 
 def unroll(rewrite: Rewrite) -> None:
@@ -84,6 +96,8 @@ def _unable(product: OneRow) -> str:
     """Why a product cannot be unrolled, whatever is wanted."""
     matrix, row = value_of(product.matrix), value_of(product.row)
     given = [row, matrix] + ([] if product.bias is None else [value_of(product.bias)])
+    if not all(map(_is_plain, given)):
+        return "its bias is no plain tensor"
     if not matrix.dtype.is_floating_point or any(t.dtype is not matrix.dtype for t in given):
         return "its operands are not of one floating dtype"
     if any(type(size) is not int for size in matrix.shape):

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from tileops.engine.pattern import (
     Call,
@@ -29,36 +29,15 @@ from tileops.engine.pattern import (
     Tensor,
     Term,
 )
-from tileops.fusion.graph import Edit, canonical, is_pointwise, tensors_of, value_of
+from tileops.fusion.graph import Edit, Modes, canonical, is_pointwise, tensors_of, value_of
 from tileops.fusion.matching import Binding
 from tileops.fusion.reading import Expr, Made, equal_shapes, fixed, origin, transparent
 from tileops.fusion.rewrite import Rewrite
 
-__all__ = ["Given", "Modes", "Proof", "prove"]
+__all__ = ["Given", "Proof", "prove"]
 
 _REDUCTIONS = ("mean", "std", "sum", "var", "var_mean")
 _SUMS = ("add", "rsub", "sub")
-
-
-class Modes:
-    """Under which gradient mode each node runs."""
-
-    def __init__(self, graph: Graph) -> None:
-        self._of: dict[Node, tuple[Any, ...]] = {}
-        names = {node: getattr(node.target, "__name__", "") for node in graph.nodes}
-        first = next((n for n, name in names.items() if name == "_set_grad_enabled"), None)
-        # A mode is set to what it was not.
-        enabled, other = None if first is None else not first.args[0], None
-        for node, name in names.items():
-            if name == "_set_grad_enabled":
-                enabled = bool(node.args[0])
-            elif name.startswith(("_enter_", "_exit_")):
-                other = node
-            self._of[node] = (enabled, other)
-
-    def one(self, nodes: set[Node]) -> bool:
-        """Whether all run under one."""
-        return len({self._of.get(node) for node in nodes}) <= 1
 
 
 @dataclass(frozen=True)
@@ -123,9 +102,7 @@ class _Facts:
         return equal_shapes((one,), (other,))
 
 
-def prove(
-    rewrite: Rewrite, modes: Modes, pattern: Pattern, meaning: Term, root: Node, b: Binding
-) -> Proof:
+def prove(rewrite: Rewrite, pattern: Pattern, meaning: Term, root: Node, b: Binding) -> Proof:
     """The proof that ``root``, read as ``meaning``, is the op. Raises ``NoMatchError``."""
     if pattern.absent:
         raise NoMatchError(pattern.absent)
@@ -143,7 +120,7 @@ def prove(
     if not any(canonical(node) == "matmul" for node in region):
         _check_shapes(root, region, b)
     _check_dtypes(root, region, b, set(named))
-    _check_gradients(modes, region)
+    _check_gradients(rewrite.modes, region | set(_skipped(given, b)))
     outputs = [root, *(origin_node(b.named[name]) for name in pattern.outputs)]
     for node in outputs[1:]:
         if all(user in region for user in node.users):
@@ -376,6 +353,13 @@ def _last_sums(root: Node, region: set[Node]) -> set[Node]:
             found.add(node)
             waiting += node.all_input_nodes
     return found
+
+
+def _skipped(given: Mapping[str, Given], b: Binding) -> Iterator[Node]:
+    """The casts and views between what is passed and the first step."""
+    for name, seen in b.tensors.items():
+        for expr in seen:
+            yield from takewhile(lambda node: node is not given[name].node, _chain(expr))  # noqa: B023
 
 
 def _check_gradients(modes: Modes, region: set[Node]) -> None:

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
 from tileops.engine.op import Op
-from tileops.fusion.graph import Memory, fake_mode_of
+from tileops.fusion.graph import Memory, Modes, fake_mode_of
 from tileops.fusion.report import Report
 
 __all__ = ["Rewrite", "begin"]
@@ -23,6 +23,7 @@ class Rewrite:
     mode: FakeTensorMode
     memory: Memory
     """Of the graph as it was captured."""
+    modes: Modes
     policy: str | None = None
     """What the backend's options say for all ops."""
     autocast: bool = False
@@ -48,4 +49,6 @@ def begin(module: GraphModule, policy: str | None, max_autotune: bool = False) -
     autocast = torch._C._is_any_autocast_enabled() or any(
         node.target is torch.amp.autocast_mode._enter_autocast for node in module.graph.nodes
     )
-    return Rewrite(module, mode, Memory(module.graph), policy, autocast, max_autotune)
+    return Rewrite(
+        module, mode, Memory(module.graph), Modes(module.graph), policy, autocast, max_autotune
+    )

@@ -19,12 +19,12 @@ from tileops.engine.manifest.entry import Branch
 from tileops.engine.op import Op
 from tileops.engine.pattern import NoMatchError, Number, Pattern, Product, Sum, Term
 from tileops.fusion.cost import brings_nothing
-from tileops.fusion.graph import Edit, canonical, difference, is_pointwise, value_of
+from tileops.fusion.graph import Edit, canonical, difference, is_pointwise, storages, value_of
 from tileops.fusion.matching import Matcher
 from tileops.fusion.patterns import Known, known
 from tileops.fusion.placement import served_in_tree
 from tileops.fusion.policies import policy_of
-from tileops.fusion.proof import Modes, Proof, prove
+from tileops.fusion.proof import Proof, prove
 from tileops.fusion.reading import transparent
 from tileops.fusion.rewrite import Rewrite
 
@@ -50,7 +50,6 @@ class _Pass:
     def __init__(self, rewrite: Rewrite) -> None:
         self.rewrite = rewrite
         self.known = [(k, k.pattern) for k in known()]
-        self.modes = Modes(rewrite.graph)
         self.covered: set[Node] = set()
         """Steps of what has been matched already: they hint at nothing more."""
 
@@ -87,7 +86,7 @@ class _Pass:
                 matcher = Matcher(self.rewrite.memory)
                 for binding in matcher.matches(meaning, root):
                     try:
-                        proof = prove(self.rewrite, self.modes, pattern, meaning, root, binding)
+                        proof = prove(self.rewrite, pattern, meaning, root, binding)
                         if hint not in proof.region and hint is not root:
                             raise NoMatchError(f"{hint.name} is no part of it")
                         self._settle(one, proof)
@@ -204,8 +203,7 @@ def _same_memory(node: Node) -> bool:
     """Whether a node is a view or a cast that need not be one: what it is of stands for it."""
     if not transparent(node):
         return False
-    old, new = (value_of(n).untyped_storage()._cdata for n in (node.args[0], node))
-    return bool(old == new)
+    return storages(node.args[0]) == storages(node)
 
 
 def _gone(node: Node) -> bool:
