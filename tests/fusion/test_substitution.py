@@ -253,6 +253,26 @@ def test_near_misses_stay_and_say_why(name):
     assert reason.replace("g_w_", "") in found.replace("l_w_", "").replace("g_w_", ""), found
 
 
+def norm_of(x):
+    return torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+
+
+SQUARES = {
+    "weight": lambda x, w: x * norm_of(x) * w[:, None],
+    "weight, expanded": lambda x, w: x * norm_of(x) * w[:, None].expand(8, 8),
+    "bias": lambda x, w: F.layer_norm(x, (8,), w) + w[:, None],
+    "statistic": lambda x, w: x * torch.rsqrt(x.square().mean(-1) + EPS).expand(8, 8) * w,
+    "mean": lambda x, w: x * torch.rsqrt(x.square().mean(-1).expand_as(x) + EPS) * w,
+}
+
+
+@pytest.mark.parametrize("name", SQUARES)
+def test_columns_of_a_square_are_no_rows(name):
+    x, w = torch.randn(8, 8), torch.randn(8)
+    run, _ = rewritten(SQUARES[name], "always", ONLY)
+    torch.testing.assert_close(run(x, w), SQUARES[name](x, w))
+
+
 def cast_alone(x, w):
     with torch.no_grad():
         a = x.float()

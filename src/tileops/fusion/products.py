@@ -58,9 +58,8 @@ def one_row(node: Node) -> OneRow | None:
         found = OneRow(a, b, not call.op._params["trans_b"], call=call)
     else:
         return None
-    given = (node, found.row, found.matrix)
-    result, row, matrix = values = [value_of(n) for n in given]
-    if not all(isinstance(n, Node) for n in given) or not all(map(_is_plain, values)):
+    result, row, matrix = values = [value_of(n) for n in (node, found.row, found.matrix)]
+    if not all(map(_is_plain, values)):
         return None
     if matrix.dim() != 2 or not row.dim():
         return None

@@ -220,7 +220,7 @@ def _given(meaning: Term, root: Node, b: Binding) -> dict[str, Given]:
         if hole.name in found:
             continue
         shape = {"all": full, "last": full[len(full) - b.dims :]}.get(hole.over)
-        one = _as_given(hole.name, b.tensors[hole.name], dtype, shape)
+        one = _as_given(hole.name, b.tensors[hole.name], dtype, shape, hole.over == "last")
         if hole.layout and value_of(one.node).dim() != len(hole.layout):
             raise NoMatchError(
                 f"{hole.name} has {value_of(one.node).dim()} dims, not {len(hole.layout)}"
@@ -230,15 +230,22 @@ def _given(meaning: Term, root: Node, b: Binding) -> dict[str, Given]:
 
 
 def _as_given(
-    name: str, seen: tuple[Expr, ...], dtype: torch.dtype, shape: tuple[Any, ...] | None
+    name: str,
+    seen: tuple[Expr, ...],
+    dtype: torch.dtype,
+    shape: tuple[Any, ...] | None,
+    aligned: bool,
 ) -> Given:
-    """The node of that dtype and shape among those that are one value."""
+    """The node of that dtype and shape among those that are one value; ``aligned``: and that lies along
+    the last dims wherever it is met, as a column of it does not."""
     near: Given | None = None
     types = []
     for expr in seen:
         for node in _chain(expr):
             value = value_of(node)
             types.append(value.dtype)
+            if aligned and not equal_shapes(value.shape[-len(shape or ()) :], shape or ()):
+                break
             if value.dtype is not dtype:
                 continue
             if shape is None or equal_shapes(value.shape, shape):
@@ -297,7 +304,8 @@ def _check_shapes(root: Node, region: set[Node], b: Binding) -> None:
         accepted = (full, kept, dropped) if pointwise else (full, kept)
         if not any(equal_shapes(value.shape, shape) for shape in accepted):
             raise NoMatchError(f"{node.name} has shape {_show(tuple(value.shape))}")
-        for source in node.all_input_nodes if pointwise else ():
+        broadcasts = pointwise or canonical(node) in ("expand", "expand_as")
+        for source in node.all_input_nodes if broadcasts else ():
             other = value_of(source)
             if source in core and isinstance(other, torch.Tensor) and other.dim() != value.dim():
                 raise NoMatchError(f"{source.name} meets other dims in {node.name}")
