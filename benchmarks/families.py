@@ -63,8 +63,9 @@ def definition(call: WorkloadCall) -> Any:
     return type(call.op).decomposition(*call.inputs.values(), **call.op._params)
 
 
-def reference(call: WorkloadCall) -> Work | None:
-    """The entry's reference, called with the inputs by position and the parameters by name."""
+def reference(call: WorkloadCall, without: tuple[str, ...] = ("inplace", "seed")) -> Work | None:
+    """The entry's reference, called with the inputs by position and the parameters by name, but for those
+    ``without`` which it does."""
     path = call.op.entry.reference
     if not path.startswith("torch."):
         return None
@@ -73,7 +74,7 @@ def reference(call: WorkloadCall) -> Work | None:
     function = getattr(owner, name, None)
     if function is None:
         return None
-    params = {k: v for k, v in call.op._params.items() if k not in ("inplace", "seed")}
+    params = {k: v for k, v in call.op._params.items() if k not in without}
     return lambda made: function(*_given(made), **params)
 
 

@@ -11,6 +11,7 @@ a test there. Classes with the signature of another are compiled there one after
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -304,6 +305,8 @@ def _norm_backward(op: str, names: tuple[str, ...], several: dict[str, tuple[str
         op, "fused_add_rms_norm"
     )
 
+    shared = {"input", "residual"} if op.startswith("Fused") else set()
+
     def tensors(batch: int) -> Tensors:
         return {**{name: torch.randn(batch, 8) for name in names}, "weight": torch.randn(8)}
 
@@ -315,7 +318,10 @@ def _norm_backward(op: str, names: tuple[str, ...], several: dict[str, tuple[str
         sample.__name__ = f"{base}_backward_{name}"
         shape = {} if op.startswith("Fused") else {"normalized_shape": (8,)}
         params = {**shape, "eps": 1e-3, **{f"wants_{gradient}": False for gradient in absent}}
-        suffix = "".join(f"_without_grad_{gradient}" for gradient in absent)
+        # The gradient of a residual is also that of what it is added to.
+        made = shared if len(shared & set(absent)) < 2 else {"residual"}
+        lacking = [gradient for gradient in absent if gradient not in made]
+        suffix = "".join(f"_without_grad_{gradient}" for gradient in lacking)
         cold(f"norm.{op}", f"{base}_bwd{suffix}", **params)(sample)
 
 
@@ -343,11 +349,9 @@ _norm_backward(
     {
         "whole": (),
         "of_residual_and_weight": ("input",),
-        "of_input_and_weight": ("residual",),
         "of_input_and_residual": ("weight",),
         "of_the_weight": ("input", "residual"),
         "of_the_residual": ("input", "weight"),
-        "of_the_input": ("residual", "weight"),
     },
 )
 
@@ -514,6 +518,42 @@ def gemm_gradient_of_a(batch: int) -> Tensors:
 @cold("gemm.GEMMBwdOp", "gemm_bwd_without_grad_a", wants_a=False)
 def gemm_gradient_of_b(batch: int) -> Tensors:
     return {"grad_d": torch.randn(batch, 6), "a": torch.randn(batch, 8), "b": torch.randn(6, 8)}
+
+
+@cold("gemm.GEMMEpilogueFwdOp", "gemm_epilogue_fwd_without_preactivation", "inductor", scale=0.5)
+def gemm_epilogue(batch: int) -> Tensors:
+    a, residual = torch.randn(batch, 8), torch.randn(batch, 6)
+    return {"a": a, "b": torch.randn(6, 8), "bias": torch.randn(6), "residual": residual}
+
+
+@cold("gemm.GEMMEpilogueFwdOp", "gemm_epilogue_fwd", activation="silu", keeps_preactivation=True)
+def gemm_epilogue_that_keeps(batch: int) -> Tensors:
+    return {"a": torch.randn(batch, 8), "b": torch.randn(6, 8)}
+
+
+def _epilogue_gradients() -> None:
+    """A sample for each choice of gradients."""
+
+    def tensors(batch: int) -> Tensors:
+        given = {"grad_d": torch.randn(batch, 6), "a": torch.randn(batch, 8)}
+        return {**given, "b": torch.randn(6, 8), "bias": torch.randn(6)}
+
+    names = ("a", "b", "bias", "residual")
+    for count in range(len(names)):
+        for absent in itertools.combinations(names, count):
+
+            def sample(batch: int) -> Tensors:
+                return tensors(batch)
+
+            sample.__name__ = "_".join(("gemm_epilogue_backward", *absent))
+            suffix = "".join(f"_without_grad_{name}" for name in absent)
+            wants = {f"wants_{name}": False for name in absent}
+            register = cold("gemm.GEMMEpilogueBwdOp", f"gemm_epilogue_bwd{suffix}",
+                            activation="gelu", **wants)  # fmt: skip
+            register(sample)
+
+
+_epilogue_gradients()
 
 
 # ---- attention -----------------------------------------------------------------------------------

@@ -60,12 +60,39 @@ CUresult cuGetErrorString(CUresult error, const char **text) {
   return CUDA_SUCCESS;
 }
 
+CUresult cuDriverGetVersion(int *version) {
+  *version = 13000;
+  return CUDA_SUCCESS;
+}
+
+/* A tensor map is written down too, and holds the tensor's address. */
+#define MAPS 8
+typedef struct {
+  unsigned long long address, columns, rows, row_bytes, box_columns, box_rows;
+} Map;
+
+static Map maps[MAPS];
+static int maps_made;
+
+const Map *fake_cuda_maps(void) { return maps; }
+
+CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank,
+                                void *address, const cuuint64_t *sizes, const cuuint64_t *strides,
+                                const cuuint32_t *box, const cuuint32_t *steps,
+                                CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
+                                CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
+  if (rank != 2 || maps_made == MAPS)
+    return CUDA_ERROR_INVALID_VALUE;
+  maps[maps_made++] = (Map){(unsigned long long)address, sizes[0], sizes[1], strides[0], box[0], box[1]};
+  memcpy(map, &address, sizeof address);
+  return CUDA_SUCCESS;
+}
+
 /* What Triton's modules link against besides, and does not come to. */
 CUresult cuCtxSetCurrent(CUcontext context) { return CUDA_ERROR_UNKNOWN; }
 CUresult cuCtxGetLimit(size_t *value, CUlimit limit) { return CUDA_ERROR_UNKNOWN; }
 CUresult cuCtxSetLimit(CUlimit limit, size_t value) { return CUDA_ERROR_UNKNOWN; }
 CUresult cuDeviceGet(CUdevice *device, int ordinal) { return CUDA_ERROR_UNKNOWN; }
 CUresult cuDevicePrimaryCtxRetain(CUcontext *c, CUdevice d) { return CUDA_ERROR_UNKNOWN; }
-CUresult cuDriverGetVersion(int *version) { return CUDA_ERROR_UNKNOWN; }
 CUresult cuFuncSetAttribute(CUfunction f, CUfunction_attribute a, int v) { return CUDA_SUCCESS; }
 CUresult cuFuncSetCacheConfig(CUfunction f, CUfunc_cache c) { return CUDA_SUCCESS; }

@@ -24,11 +24,14 @@ __all__ = ["check_kernel", "cuda_call", "entry_of", "prepared", "run_kernel"]
 Tensors = dict[str, "torch.Tensor | None"]
 
 
-def cuda_call(op: Any, inputs: Tensors, arch: tuple[int, int] = (9, 0)) -> CallSpec:
+def cuda_call(
+    op: Any, inputs: Tensors, arch: tuple[int, int] = (9, 0), multiprocessors: int = 132
+) -> CallSpec:
     """The facts of this call, were its tensors on a CUDA card."""
     whole = tuple(inputs.get(item.name) for item in op.entry.inputs)
     call, _ = call_spec(op, whole, None)
-    facts = DeviceFacts("cuda", 0, arch, "test", 132, 227 << 10 if arch >= (9, 0) else 163 << 10)
+    shared = 227 << 10 if arch >= (9, 0) else 163 << 10
+    facts = DeviceFacts("cuda", 0, arch, "test", multiprocessors, shared)
     return dataclasses.replace(call, device=facts)
 
 
@@ -40,19 +43,24 @@ def entry_of(call: CallSpec, op: Any, candidate: int | None = None) -> Entry:
 
 
 @interpreted
-def run_kernel(op: Any, inputs: Tensors, candidate: int | None = None) -> tuple[Any, Tensors]:
+def run_kernel(
+    op: Any, inputs: Tensors, candidate: int | None = None, multiprocessors: int = 132
+) -> tuple[Any, Tensors]:
     """What the kernel returns, and the inputs afterwards."""
     whole = {item.name: inputs.get(item.name) for item in op.entry.inputs}
     whole = {name: None if t is None else t.contiguous() for name, t in whole.items()}
-    call = cuda_call(op, whole)
+    call = cuda_call(op, whole, multiprocessors=multiprocessors)
     with poison():
         return run_entry(entry_of(call, op, candidate), call, *whole.values()), whole
 
 
-def check_kernel(op: Any, inputs: Tensors, candidate: int | None = None) -> Any:
-    """Hold the kernel of a call to the op's meaning; returns what it returned."""
+def check_kernel(
+    op: Any, inputs: Tensors, candidate: int | None = None, multiprocessors: int = 132
+) -> Any:
+    """Hold the kernel of a call to the op's meaning; returns what it returned. On a card of few
+    ``multiprocessors`` a small call is a large one."""
     outputs, written = exact(op, {n: None if t is None else t.clone() for n, t in inputs.items()})
-    result, after = run_kernel(op, inputs, candidate)
+    result, after = run_kernel(op, inputs, candidate, multiprocessors)
     results = result if isinstance(result, tuple) else (result,)
     for declared, given, wanted in zip(op.entry.outputs, results, outputs, strict=True):
         if wanted is None or declared.is_input in written:
@@ -73,8 +81,9 @@ def prepared(
     """The kernels of one workload, compiled for a card that is not there and held to its limits; they use
     no local memory unless ``local_memory`` says why."""
     made = workload_inputs(op_class, workload, "meta")
-    specs = [None if t is None else spec(*t.shape, dtype=t.dtype) for t in made.inputs.values()]
-    found = made.op.prepare(*specs, device=f"cuda:sm_{arch[0]}{arch[1]}")
+    specs = {n: t if t is None else spec(*t.shape, dtype=t.dtype) for n, t in made.inputs.items()}
+    named = {i.name: specs.pop(i.name) for i in op_class.entry.inputs if i.kw_only}
+    found = made.op.prepare(*specs.values(), **named, device=f"cuda:sm_{arch[0]}{arch[1]}")
     assert local_memory or not found.spilling, str(found)
     assert all(not kernel.note for kernel in found.kernels), str(found)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -29,4 +30,74 @@ def backward(op: Any, grad_d: torch.Tensor, a: torch.Tensor, b: torch.Tensor) ->
     return (grad_a if op.wants_a else None, grad_b if op.wants_b else None), {}
 
 
-EXACT: dict[str, Callable[..., Meaning]] = {"GEMMBwdOp": backward, "GEMMFwdOp": forward}
+def _activated(activation: str | None, x: torch.Tensor) -> torch.Tensor:
+    if activation == "relu":
+        return torch.where(x > 0, x, torch.where(x.isnan(), x, 0.0))
+    if activation == "gelu":
+        return x * torch.special.ndtr(x)
+    if activation == "gelu_tanh":
+        return x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
+    if activation == "silu":
+        return x / (1 + torch.exp(-x))
+    return x
+
+
+def _finished(
+    op: Any,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    inner = _product(op, a, b)
+    if bias is not None:
+        inner = inner + bias
+    result = _activated(op.activation, inner) * op.scale
+    return (result if residual is None else result + residual), inner
+
+
+def epilogue(
+    op: Any,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> Meaning:
+    given = (None if t is None else t.double() for t in (a, b, bias, residual))
+    d, inner = _finished(op, *given)
+    return (d, inner if op.keeps_preactivation else None), {}
+
+
+def epilogue_backward(
+    op: Any,
+    grad_d: torch.Tensor,
+    grad_preactivation: torch.Tensor | None,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    preactivation: torch.Tensor | None,
+) -> Meaning:
+    """By autograd in two steps; where a preactivation is given, its slope is taken there."""
+    a, b = a.double().requires_grad_(), b.double().requires_grad_()
+    bias = None if bias is None else bias.double().requires_grad_()
+    with torch.enable_grad():
+        inner = _product(op, a, b) + (0 if bias is None else bias)
+        at = (inner.detach() if preactivation is None else preactivation.double()).requires_grad_()
+        # The slope by itself: of an infinite gradient autograd would subtract infinities.
+        (slope,) = torch.autograd.grad(_activated(op.activation, at).sum(), at)
+    back = slope * op.scale * grad_d.double()
+    if grad_preactivation is not None:
+        back = back + grad_preactivation
+    wanted = {"a": a, "b": b} if bias is None else {"a": a, "b": b, "bias": bias}
+    found = dict(zip(wanted, torch.autograd.grad(inner, tuple(wanted.values()), back), strict=True))
+    found["residual"] = grad_d.double()
+    names = ("a", "b", "bias", "residual")
+    return tuple(found.get(n) if getattr(op, f"wants_{n}") else None for n in names), {}
+
+
+EXACT: dict[str, Callable[..., Meaning]] = {
+    "GEMMBwdOp": backward,
+    "GEMMEpilogueBwdOp": epilogue_backward,
+    "GEMMEpilogueFwdOp": epilogue,
+    "GEMMFwdOp": forward,
+}

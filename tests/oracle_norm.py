@@ -248,8 +248,7 @@ def fused_add_rms_norm_backward(
     assert grad_total is not None
     grad_total = grad_total + grad_residual_out.double()
     return (
-        grad_total if op.wants_input else None,
-        grad_total if op.wants_residual else None,
+        grad_total if op.wants_input or op.wants_residual else None,
         grad_weight if op.wants_weight else None,
     ), {}
 

@@ -92,6 +92,7 @@ def _assembled(self: Any, text: str, constraints: str, values: Any, *rest: Any) 
         "lg2.approx.ftz.f32": lambda x: np.log2(flushed(x)),
         "ex2.approx.ftz.f32": lambda x: flushed(np.exp2(flushed(x))),
         "rcp.approx.ftz.f32": lambda x: flushed(np.float32(1) / flushed(x)),
+        "rcp.rn.f32": lambda x: np.float32(1) / x,
         "cvt.rni.f32.f32": np.rint,
         "cvt.rzi.f32.f32": np.trunc,
     }
@@ -102,14 +103,27 @@ def _assembled(self: Any, text: str, constraints: str, values: Any, *rest: Any) 
     return type("Result", (), {"get_result": lambda self, index: result[index]})()
 
 
+def _fmod(x: Any, y: Any) -> Any:
+    """The function of CUDA's library, which the interpreter does not load."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    with np.errstate(all="ignore"):
+        result = np.fmod(x.handle.data, y.handle.data)
+    return tl.tensor(TensorHandle(result, x.handle.dtype), x.type)
+
+
 def _prepare() -> None:
     import torch
     import triton
+    from triton.language.extra.cuda import libdevice
     from triton.runtime import interpreter
 
     torch.set_num_threads(1)
     interpreter.InterpreterBuilder.create_fma = _fused
     interpreter.InterpreterBuilder.create_inline_asm = _assembled
+    libdevice.fmod = _fmod
     if triton.__version__.startswith("3.6."):
         # There a loop's run-time bounds are arrays of one element, which NumPy 2.4 refuses as ints.
         plain = interpreter._patch_lang_tensor

@@ -213,8 +213,19 @@ FAULTS = [
     ),
     (('nullable: "not wants_x"', 'nullable: "wants_x"'), "outputs.grad_x.nullable: accepted: 'not wants_x'"),
     (
+        ('nullable: "not wants_x"', 'nullable: "not (wants_x or wants_scale)"'),
+        "outputs.grad_x.nullable: accepted: 'not wants_x'",
+    ),
+    (
         ("      grad_scale: {", "      scale_grad: {"),
         "its outputs are grad_x, grad_scale; given grad_x, scale_grad",
+    ),
+    (
+        (
+            '      grad_scale: {dtype: T, shape: "[N]", nullable: "not (wants_scale and passed(scale))"}\n', "",
+            'nullable: "not wants_x"', 'nullable: "not (wants_x or wants_scale)"',
+        ),
+        "outputs.grad_x.shape: given '[*B, N]'; accepted: '[N]', as the input",
     ),
     (
         ('scale: {dtype: T, shape: "[N]", optional: true}\n    outputs:\n      grad', 'scale: {dtype: T, shape: "[N]"}\n    outputs:\n      grad'),

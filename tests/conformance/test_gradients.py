@@ -94,11 +94,19 @@ def wanted(op, inputs, grads):
     return torch.autograd.grad(results, leaves, [g.double() for g in grads], allow_unused=True)
 
 
+def shaken(tensor):
+    """Each element of float32 by a few units of its last place."""
+    if tensor is None or tensor.dtype is not torch.float32:
+        return tensor
+    return tensor * (1 + torch.randint(-4, 5, tensor.shape) * 2.0**-23)
+
+
 def hold(op, inputs, names, grads, found):
     """Within the tolerance of a result; else, where terms cancel and next to nothing is left (the
-    gradient of a norm of two elements), within some times the error of the meaning in float32."""
-    rough = None
+    gradient of a norm of two elements), element by element within some times the error of the meaning
+    in float32 at inputs close by: at these very ones it may be exact by chance."""
     exact_ones = wanted(op, inputs, grads)
+    errors = []
     for n, (name, ours, theirs) in enumerate(zip(names, found, exact_ones, strict=True)):
         if theirs is None:  # the meaning does not use it
             theirs = torch.zeros(())
@@ -106,12 +114,16 @@ def hold(op, inputs, names, grads, found):
         assert ours is not None, f"{op!r}: no gradient of {name}"
         result = compare(ours, theirs.double(), op.entry.kind)
         if not result.ok:
-            if rough is None:
+            for _ in range(0 if errors else 8):
+                close = {key: shaken(t) for key, t in inputs.items()}
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(torch.Tensor, "double", torch.Tensor.float)
-                    rough = wanted(op, inputs, grads)
-            allowed = 64 * (rough[n] - theirs).norm() if rough[n] is not None else 0.0
-            assert (ours - theirs).norm() <= allowed, f"{op!r}: gradient of {name}: {result.text}"
+                    rough = wanted(op, close, grads)
+                pairs = zip(rough, wanted(op, close, grads), strict=True)
+                errors.append([None if a is None else (a - b).abs() for a, b in pairs])
+            most = torch.stack([error[n] for error in errors]).amax(0)
+            beyond = (ours - theirs).abs() > 64 * most
+            assert not beyond.any(), f"{op!r}: gradient of {name}: {result.text}"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -129,7 +129,7 @@ def source_of(source: Any, call: Call) -> tuple[str, int] | None:
     """Which input and dim a size came from: its source reads ``args[1].size()[0]`` or the like."""
     import re
 
-    names = [item.name for item in call.op.entry.inputs]
+    names = [item.name for item in call.op.entry.positional_inputs]
     match = re.search(r"(?:args'?\]?\[(\d+)\]|\['(\w+)'\])\.size\(\)\[(\d+)\]", source.name)
     if match is None:
         return None

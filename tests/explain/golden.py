@@ -101,3 +101,30 @@ def unrolls_and_prints(x):
         x = helper(x)
     print("after")
     return x + 1
+
+
+def writes_parts(x):
+    """Two writes to a temporary, by subscript and by operator: each has a functional form, no copy."""
+    y = x * 2
+    y[0] = 5
+    y += x
+    return y
+
+
+def bounded(x, y):
+    """``x`` has at most 64 rows here; the columns of ``y`` are a multiple of 4."""
+    if x.shape[0] > 64:
+        return x + 1
+    if y.shape[1] % 4 == 0:
+        return x * y.sum()
+    return x
+
+
+def masks(x):
+    """Backward of ``relu`` needs where it was positive, which forward saves and backward may overwrite."""
+    return (x * 2).relu().sum(-1)
+
+
+def chooses(x):
+    """Both branches are compiled, and one of them runs."""
+    return torch.cond(x.sum() > 0, lambda x: x.sin() + 1, lambda x: x.cos() - 1, (x,))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from tests.explain import golden
+from tests.explain import golden, raises
 from tests.explain.test_golden import fresh  # noqa: F401
 from tileops.cli import main
 
@@ -47,6 +48,15 @@ def test_prints_json(capsys):
         ([f"{golden.__file__}:whole", "--input", "4xa"], "shape '4xa'"),
         ([f"{golden.__file__}:whole", "--input", "4:f12"], "dtype 'f12'; accepted are f16"),
         ([f"{golden.__file__}:whole", "--input", "4:f32:nowhere"], "nowhere"),
+        ([f"{golden.__file__}:line_of"], "has no callable 'line_of'; it has "),
+        ([golden.__file__], "accepted is FILE:NAME"),
+        ([f"{golden.__file__}:whole", "--backend", "gcc"], "--backend 'gcc'; accepted are "),
+        ([f"{golden.__file__}:whole", "--mode", "fast"], "--mode 'fast'; accepted are default, "),
+        ([f"{golden.__file__}:whole", "--json", "no/folder/x"], "there is no folder 'no/folder'"),
+        (
+            [f"{golden.__file__}:whole", "--html", "no/folder/x"],
+            "--html 'no/folder/x': there is no folder",
+        ),
     ],
 )
 def test_refuses(arguments, words, capsys):
@@ -54,8 +64,58 @@ def test_refuses(arguments, words, capsys):
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("1 / 0\n", "ZeroDivisionError: division by zero"),
+        ("def f(:\n", "SyntaxError"),
+        ("raise SystemExit(0)\n", "SystemExit"),
+        ("import no_such_module_at_all\n", "No module named 'no_such_module_at_all'"),
+    ],
+)
+def test_a_script_that_cannot_be_run(text, words, tmp_path, capsys):
+    script = tmp_path / "broken_script.py"
+    script.write_text(text)
+    assert main(["explain", f"{script}:f"]) == 2
+    told = capsys.readouterr().err
+    assert words in told
+    assert f"{script} cannot be run" in told
+    assert "importlib" not in told
+
+
+def test_a_call_that_raises_shows_what_was_seen(capsys, tmp_path):
+    written = tmp_path / "report.json"
+    options = ["--input", "2x3", *EAGER, "--json", str(written), "--fail-on", "break"]
+    assert main(["explain", f"{raises.__file__}:after_a_break", *options]) == 2
+    shown = capsys.readouterr()
+    assert f"break: {Path(raises.__file__).name}:6" in shown.out
+    assert "raised ValueError: no luck with (2, 3)" in shown.err
+    assert f'File "{raises.__file__}", line 7' in shown.err
+    assert "eval_frame" not in shown.err  # torch's frames and ours tell the user nothing
+    assert json.loads(written.read_text())["compilations"][0]["breaks"][0]["kind"] == "print"
+
+
+def test_measures(capsys):
+    assert run("whole", "--input", "4x4", "--measure", *EAGER, "--json", "-") == 0
+    assert json.loads(capsys.readouterr().out)["measured"]["call_us"] > 0
+
+
 def test_refuses_an_unknown_condition(capsys):
     with pytest.raises(SystemExit) as ended:
         run("whole", "--fail-on", "slow")
     assert ended.value.code == 2
     assert "accepted are break, recompile, unfused" in capsys.readouterr().err
+
+
+def test_further_calls(capsys):
+    options = ["--input", "4x4", "--then", "5x4", "--then", "6x4", *EAGER, "--show", "run"]
+    assert run("whole", *options, "--fail-on", "recompile") == 1
+    printed = capsys.readouterr().out
+    assert "2 graphs, 0 breaks, 1 recompilation" in printed
+    assert "Capture" not in printed
+
+
+def test_a_stage_that_is_none(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run("whole", "--input", "4x4", "--show", "fusion")
+    assert "'fusion'; accepted are capture, breaks" in capsys.readouterr().err

@@ -128,6 +128,38 @@ def test_dynamic_size_is_a_range():
     assert any(isinstance(size, str) for size in report.graphs[0].nodes[-2].shape)
 
 
+def test_a_range_of_sizes():
+    x, y = torch.randn(6, 4), torch.randn(3, 8)
+    report = tileops.explain(golden.bounded, x, y, backend="eager", dynamic=True)
+    guards = report.compilations[0].guards.guards
+    ranges = {g.source: g.properties for g in guards if g.group == "shape" and g.properties}
+    assert ranges["L['x'].size()[0]"] == {"dimension": 0, "min": 2, "max": 64}
+    assert ranges["L['y'].size()[0]"] == {"dimension": 0, "min": 2}
+    (multiple,) = [g for g in guards if "% 4" in g.code]
+    assert (multiple.group, multiple.properties) == ("shape", {})
+    assert multiple.at.number == line_of(golden.bounded, "% 4")
+    (tensor,) = [g for g in guards if g.kind == "TENSOR_MATCH" and g.source == "L['x']"]
+    assert (tensor.properties["size"], tensor.properties["device"]) == ([None, None], "cpu")
+
+
+def test_limit_of_recompilations():
+    """Of three versions at most the fourth call finds no room, and runs uncompiled."""
+    with torch._dynamo.config.patch(recompile_limit=3), tileops.explaining() as report:
+        compiled = torch.compile(golden.scaled, backend="eager", dynamic=False)
+        for size in (2, 3, 4, 5, 6):
+            compiled(torch.ones(size), 2)
+    versions = [one.recompile for one in report.recompiles]
+    assert [(each.count, each.limit, each.gave_up) for each in versions] == [
+        (2, 3, False), (3, 3, False), (3, 3, True),
+    ]  # fmt: skip
+    refused = report.compilations[-1]
+    assert refused.function == "scaled"
+    assert refused.at.number == golden.scaled.__code__.co_firstlineno
+    assert "recompile" in refused.error
+    newest = versions[-1].failures[0]
+    assert (newest.property, newest.expected, newest.actual) == ("size[0]", "4", "5")
+
+
 # ---- normalisation -------------------------------------------------------------------------------
 
 AOT = "aot_eager_decomp_partition"
@@ -151,6 +183,18 @@ def test_write_to_a_temporary_leaves_none():
     made = report.compilations[0].normalisation
     assert made.copies == []
     assert [rewrite.copy for rewrite in made.rewrites] == [False]
+
+
+def test_writes_to_parts_are_functional():
+    report = tileops.explain(golden.writes_parts, torch.ones(4), backend=AOT)
+    made = report.compilations[0].normalisation
+    assert [rewrite.before for rewrite in made.rewrites] == ["y[0] = 5", "y += l_x_"]
+    forms = [" ".join(rewrite.after) for rewrite in made.rewrites]
+    assert "aten.select_scatter" in forms[0]
+    assert "aten.add.Tensor" in forms[1]
+    assert made.copies == []
+    targets = [node.target for node in report.graphs[0].nodes if node.opcode.startswith("call")]
+    assert targets == ["operator.mul", "operator.setitem", "operator.iadd"]
 
 
 def test_linear_decomposes():
@@ -179,6 +223,16 @@ def test_saved():
     saved = {kept.target: kept.bytes for kept in part.saved}
     assert saved["aten.exp"] == 8 * 4 * 4
     assert "aten.mm" not in [kept.target for kept in part.recomputed]
+
+
+def test_training_with_what_backward_may_overwrite():
+    """Torch refuses a backward that would keep such a graph; it has one where sizes vary."""
+    x = torch.randn(6, 8, requires_grad=True)
+    report = tileops.explain(golden.masks, x, training=True, dynamic=True, backend=AOT)
+    made = report.compilations[0].normalisation
+    assert [graph.stage for graph in made.graphs] == ["joint", "forward", "backward"]
+    assert "aten.le.Scalar" in [kept.target for kept in made.partition.saved]
+    assert made.partition.saved_bytes is None  # a size is a name
 
 
 # ---- CUDA graphs ---------------------------------------------------------------------------------
@@ -226,10 +280,14 @@ def test_cold_and_warm_cache(tmp_path, monkeypatch):
         with tileops.explaining() as report:
             torch.compile(golden.fuses)(x)
         (one,) = report.compilations
-        outcomes.append({lookup.outcome for lookup in one.caches})
+        outcomes.append({lookup.level: lookup.outcome for lookup in one.caches})
         assert all(lookup.key for lookup in one.caches)
         assert [kernel.kind for kernel in one.inductor[0].kernels] == ["pointwise"]
-    assert outcomes == [{"miss"}, {"hit"}]
+    # Dynamo's cache is the function's own, and was reset.
+    assert outcomes == [
+        {"dynamo": "miss", "aot_autograd": "miss", "fx_graph": "miss", "code": "miss"},
+        {"dynamo": "miss", "aot_autograd": "hit", "fx_graph": "hit", "code": "hit"},
+    ]
     assert one.inductor[0].unfused is None  # nothing was scheduled, so nothing is known
     assert one.inductor[0].candidates is None
     assert "fusion groups, reasons and autotuning" in [each.what for each in report.unknown]

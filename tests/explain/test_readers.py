@@ -159,14 +159,50 @@ def test_triton():
     assert total.schedule["R0_BLOCK"] == "128"
     assert total.schedule["num_warps"] == "4"
     assert "def triton_per_fused_add_sum_0" in total.code
-    assert [(b.name, b.bytes, b.reuses) for b in made.buffers] == [
-        ("buf0", 4096, None), ("buf1", 256, None), ("buf2", None, "buf0"),
+    assert [(b.name, b.bytes, b.reuses, b.kept) for b in made.buffers] == [
+        ("buf0", 4096, None, False), ("buf1", 256, None, True), ("buf2", 4096, "buf0", False),
     ]  # fmt: skip
+    assert made.peak_bytes == 4096 + 256
+    assert product.bytes == 64 * 8 * 2 + 8 * 32 * 2 + 4096  # two inputs and the result
+    assert total.bytes == 4096 + 256
     (apart,) = made.unfused
     assert (apart.first_nodes, apart.second_nodes) == (["mm"], ["add", "sum_1"])
     assert made.stage == "inference"
     choice = [(each.kernel, each.time_us, each.chosen) for each in made.candidates]
     assert choice == [("triton_mm_3", 500.0, False), ("mm", 250.0, True)]
+
+
+def test_memory_that_is_planned():
+    """Two buffers at places of one pool; the second is returned."""
+    code = """
+def call(args):
+    arg0_1, = args
+    pool1 = empty_strided_cuda((1024, ), (1, ), torch.uint8)
+    buf0 = alloc_from_pool(pool1, 0, torch.float32, (64, ), (1, ))
+    triton_poi_0.run(arg0_1, buf0, 64, stream=stream0)
+    buf1 = alloc_from_pool(pool1, 512, torch.float32, (64, ), (1, ))
+    triton_poi_0.run(buf0, buf1, 64, stream=stream0)
+    del buf0
+    return (buf1, )
+"""
+    made = read_inductor(Lowered(code, None, Graph("lowered", ""), [], None, [], {}))
+    assert [(b.name, b.bytes, b.reuses, b.kept) for b in made.buffers] == [
+        ("pool1", 1024, None, False), ("buf0", 256, "pool1", False), ("buf1", 256, "pool1", True),
+    ]  # fmt: skip
+    assert made.peak_bytes == 1024
+
+
+def test_symbolic_sizes_are_no_bytes():
+    code = """
+def call(args):
+    s0, arg0_1 = args
+    buf0 = empty_strided_cpu((s0, 8), (8, 1), torch.float32)
+    cpp_fused_0(arg0_1, buf0, s0)
+    return (buf0, )
+"""
+    made = read_inductor(Lowered(code, None, Graph("lowered", ""), [], None, [], {}))
+    assert [(b.bytes, b.kept) for b in made.buffers] == [(None, True)]
+    assert made.peak_bytes is None
 
 
 def test_triton_from_a_cache():
@@ -196,7 +232,7 @@ def test_triton_from_a_cache():
 )
 def test_recompile_reasons(text, expected):
     event = Event("recompile_reasons", "0/1", 0, {"reasons": [text], "actual": {"L['n']": "4"}})
-    (failure,) = read_recompile(event, 1).failures
+    (failure,) = read_recompile(event, 1, "").failures
     assert (failure.source, failure.property, failure.expected, failure.actual) == expected
     assert failure.advice
 
@@ -209,6 +245,11 @@ def test_recompile_reasons(text, expected):
         ("Failed to trace builtin operator\n  Explanation: no `sorted`", "builtin"),
         ("Attempted to call function marked as skipped", "skipped"),
         ("Unsupported generator: yield from", "generator"),
+        ("Dynamic shape operator\n  Explanation: Operator `aten.nonzero.default`", "shape"),
+        ("logging.Logger method not supported for non-export cases", "print"),
+        ("Call to `torch._dynamo.graph_break()`", "asked"),
+        ("Observed exception", "raise"),
+        ("Unsupported Tensor.backward() call", "backward"),
         ("The moon is full", "other"),
     ],
 )
@@ -225,3 +266,18 @@ def test_kinds_of_breaks(reason, kind):
     assert [line.function for line in found.stack] == ["<module>", "f"]
     assert found.hints == ["try harder"]
     assert found.advice
+
+
+def test_a_function_given_up():
+    """The kind is that of the break, not of torch's sentence about giving up."""
+    text = (
+        "Graph break in user code at /home/me/model.py:7\n"
+        "Graph Break Reason: Failed to handle graph break gracefully. Skipping the function and falling "
+        "back to eager. Graph break encountered:\n\nUnsupported Tensor.item() call\n"
+        "  Explanation: no item here.\n\nUser code traceback:\n"
+    )
+    found = read_break(Event("dynamo_graph_break_reason", "0/0", 0, text=text))
+    assert found.kind == "item"
+    assert found.reason == (
+        "The function runs without torch.compile: Unsupported Tensor.item() call. no item here."
+    )

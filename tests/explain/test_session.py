@@ -32,7 +32,7 @@ def state_of_torch():
         "dynamo": torch._dynamo.config.get_config_copy(),
         "inductor": torch._inductor.config.get_config_copy(),
         "functorch": torch._functorch.config.get_config_copy(),
-        "environment": dict(os.environ),
+        "environment": {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"},
         "sizes": copy.deepcopy(pgo._CODE_STATE),
         "grad": torch.is_grad_enabled(),
         "random": torch.get_rng_state().tolist(),
@@ -205,6 +205,27 @@ def test_terminal(capsys):
     assert "Break (print)" in shown
     assert "values that cross: y f32 [4, 4] 64 B" in shown
     assert max(map(len, shown.splitlines())) <= 100
+
+
+def test_further_calls_and_what_each_compiled():
+    then = [(torch.randn(5, 4),), (torch.randn(6, 4),), (torch.randn(4, 4).double(),)]
+    x = torch.randn(4, 4)
+    report = tileops.explain(golden.whole, x, then=then, backend="eager")
+    assert [len(call.compiled) for call in report.calls] == [1, 1, 0, 1]
+    assert len(report.recompiles) == 2
+    torch.testing.assert_close(report.result, golden.whole(x))
+
+
+def test_terminal_shows_the_stages_that_are_asked_for(capsys):
+    report = tileops.explain(golden.prints, torch.randn(4, 4), backend="aot_eager")
+    report.show("aten", width=100)
+    shown = capsys.readouterr().out
+    assert "2 graphs, 1 break" in shown
+    assert "ATen: operations" in shown
+    assert "Capture" not in shown
+    assert "Guards" not in shown
+    with pytest.raises(ValueError, match="'fusion'.*breaks"):
+        report.show("fusion")
 
 
 @pytest.mark.slow

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
+import types
 
 import pytest
 import torch
 
+import tileops
 from tests.explain import golden
 from tests.explain.test_golden import fresh  # noqa: F401
 from tileops.explain import torch_private as private
@@ -73,9 +76,10 @@ def test_recompiled_frame():
     with private.tapped({private.TRACE: take}):
         compiled(torch.randn(4), 2)
         compiled(torch.randn(4), 3)
-    ((names, module),) = found
+    ((names, module, code),) = found
     assert names["factor"] == 3
     assert module is golden.scaled.__globals__
+    assert code is golden.scaled.__code__
     assert private.recompiled_frame() is None
 
 
@@ -89,12 +93,15 @@ def test_computed_table():
 
 
 def test_keys_and_redispatch():
-    keys = [key for key, _ in private.redispatch(private.key_set("cpu", gradient=True))]
-    assert keys == ["AutogradCPU", "ADInplaceOrView", "CPU"]
-    assert [k for k, _ in private.redispatch(private.key_set("cpu", gradient=False))] == ["CPU"]
+    def names(**more):
+        return [key for key, _ in private.redispatch(private.key_set("cpu", **more))]
+
+    assert names() == ["AutogradCPU", "ADInplaceOrView", "CPU"]
+    assert names(functional=True) == ["AutogradCPU", "ADInplaceOrView", "Functionalize", "CPU"]
     with torch.autocast("cpu"):
-        keys = [key for key, _ in private.redispatch(private.key_set("cpu", gradient=True))]
-    assert keys[0] == "AutocastCPU"
+        assert names()[0] == "AutocastCPU"
+    with torch.inference_mode():
+        assert names() == ["ADInplaceOrView", "CPU"]  # of a normal tensor: it can be written here
 
 
 def test_untouched_forgets_code():
@@ -152,3 +159,115 @@ def test_autotune():
     end()
     assert seen == [("mm", {"triton_mm_3": 0.5})]
     assert cache.feedback_saver_fns == before
+
+
+# ---- a torch that lacks what an adapter names -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("compile_place", ()),
+        ("limit", ()),
+        ("computed_table", ("aten::relu",)),
+        ("key_set", ("cpu",)),
+        ("redispatch", (None,)),
+        ("node_stacks", ()),
+        ("memory_gbps", ()),
+        ("_is_profiling", ()),
+    ],
+)
+def test_what_is_lacking_is_unknown(name, arguments, monkeypatch):
+    bare = types.SimpleNamespace(
+        __version__="2.99", cuda=types.SimpleNamespace(is_available=lambda: True)
+    )
+    monkeypatch.setattr(private, "torch", bare)
+    monkeypatch.setattr(private, "missing", {})
+    assert getattr(private, name)(*arguments) is None
+    ((what, why),) = private.missing.items()
+    assert what
+    assert why.startswith("torch 2.99: ")
+
+
+def test_modules_that_are_lacking(monkeypatch):
+    monkeypatch.setattr(private, "missing", {})
+    monkeypatch.setitem(sys.modules, "torch._inductor.select_algorithm", None)
+    assert private.on_autotune(lambda *_: None) is None
+    monkeypatch.setitem(sys.modules, "torch._inductor.codecache", types.ModuleType("codecache"))
+    assert private.generated_names("x.py") is None
+    assert private.library("x.py", "kernel") is None
+    assert len(private.missing) == 2
+
+
+def test_a_report_says_what_is_lacking(monkeypatch):
+    monkeypatch.setattr(private, "missing", {})
+    monkeypatch.delattr(torch._C, "_dispatch_keyset_full_after")
+    monkeypatch.delattr(torch._C, "_dispatch_dump_table")
+    report = tileops.explain(golden.whole, torch.randn(4), backend="aot_eager", measure=True)
+    assert all(each.visited is None and each.table == [] for each in report.dispatch)
+    said = {each.what: each.why for each in report.unknown}
+    assert any("a line for each dispatch key" in what for what in said)
+    assert all(
+        "_dispatch_dump_table" in why for what, why in said.items() if "a line for each" in what
+    )
+    assert report.compilations[0].capture is not None
+
+
+# ---- kernels on a GPU ----------------------------------------------------------------------------
+
+
+def module_of(path, **names):
+    made = types.ModuleType("generated")
+    made.__file__ = path
+    vars(made).update(names)
+    return made
+
+
+def test_launched_with(monkeypatch):
+    from torch._inductor.codecache import PyCodeCache
+
+    config = types.SimpleNamespace(kwargs={"XBLOCK": 1024}, num_warps=8, num_stages=3)
+    launcher = types.SimpleNamespace(config=config, n_regs=32, n_spills=0, shared=None)
+    one = types.SimpleNamespace(launchers=[launcher])
+    several = types.SimpleNamespace(launchers=[launcher, launcher])  # nothing is chosen yet
+    module = module_of("/x.py", one=one, several=several)
+    monkeypatch.setattr(PyCodeCache, "modules", [module])
+    expected = {"XBLOCK": 1024, "num_warps": 8, "num_stages": 3, "n_regs": 32, "n_spills": 0}
+    assert private.launched_with("/x.py", "one") == expected
+    assert private.launched_with("/x.py", "several") == {}
+    assert private.launched_with("/x.py", "none") == {}
+    assert private.launched_with("/y.py", "one") == {}
+
+
+def test_memory_gbps(monkeypatch):
+    """An H200's figures: 3.201 GHz on 6144 lines, twice a cycle, are 4.9 TB/s."""
+    facts = types.SimpleNamespace(memory_clock_rate=3_201_000, memory_bus_width=6144)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: facts)
+    assert private.memory_gbps() == pytest.approx(4916.7, abs=0.1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: types.SimpleNamespace())
+    assert private.memory_gbps() is None
+
+
+def test_profiled():
+    with private.profiled() as seen, private.span("mine"):
+        torch.ones(3).sum().item()
+    names = {each.name for each in seen.host}
+    assert {"mine", "aten::sum", "aten::_local_scalar_dense"} <= names
+    (mine,) = [each for each in seen.host if each.name == "mine"]
+    (own,) = [each for each in seen.host if each.name == "aten::sum"]
+    assert mine.start <= own.start
+    assert own.end <= mine.end
+    assert seen.why is None
+    assert seen.device == []
+
+
+def test_plain_of():
+    model = torch.nn.Linear(2, 2)
+    assert private.plain_of(torch.compile(model, backend="eager")) is model
+    assert private.plain_of(torch.compile(golden.whole, backend="eager")) is golden.whole
+    assert private.plain_of(golden.whole) is golden.whole
+    report = tileops.explain(
+        torch.compile(golden.whole, backend="eager"), torch.ones(2), backend="eager"
+    )
+    assert (report.title, len(report.graphs)) == ("whole", 1)

@@ -19,7 +19,12 @@ from tests.triton_interpreter import interpreted
 from tileops import CheckError
 from tileops.authoring import TensorSpec
 from tileops.backend.tolerances import compare
-from tileops.norm import FusedAddRMSNormBwdOp, LayerNormBwdOp, RMSNormBwdOp
+from tileops.norm import (
+    FusedAddRMSNormBwdOp,
+    FusedAddRMSNormFwdOp,
+    LayerNormBwdOp,
+    RMSNormBwdOp,
+)
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32]
 DTYPES = [*FLOATS, torch.float64]
@@ -120,11 +125,26 @@ def test_any_shape_and_stride(cls, lead, length, step, dtype):
     check(op, inputs)
 
 
-def test_equal_outputs_are_two_tensors():
-    op, inputs = made(FusedAddRMSNormBwdOp, (3, 4), torch.float32)
-    first, second, _ = op(*inputs.values())
-    assert torch.equal(first, second)
-    assert first.data_ptr() != second.data_ptr()
+@pytest.mark.parametrize("compiled", [False, True])
+def test_one_gradient_of_both_terms_of_a_sum(compiled):
+    """It is written once, and neither term's may be changed by what becomes of the other's."""
+    op, weight = FusedAddRMSNormFwdOp(1e-3), torch.randn(8)
+    x, residual = (torch.randn(3, 8, requires_grad=True) for _ in range(2))
+    call = torch.compile(op, backend="aot_eager") if compiled else op
+    for turn in (1, 2):  # the second adds to what the first left
+        sum(result.square().sum() for result in call(x, residual, weight)).backward()
+        assert x.grad is not residual.grad
+        assert x.grad.data_ptr() != residual.grad.data_ptr()
+        total = (x.detach() + residual.detach()).double().requires_grad_()
+        normal = torch.nn.functional.rms_norm(total, (8,), weight.double(), 1e-3)
+        (wanted,) = torch.autograd.grad(normal.square().sum() + total.square().sum(), total)
+        for grad in (x.grad, residual.grad):
+            torch.testing.assert_close(grad.double(), turn * wanted, rtol=1e-5, atol=1e-5)
+    x.grad.zero_()
+    assert residual.grad.abs().sum() > 0
+    frozen = torch.randn(3, 8)
+    (only,) = torch.autograd.grad(call(frozen, residual, weight)[0].sum(), residual)
+    assert only.shape == (3, 8)
 
 
 # --- kernels in the interpreter -----------------------------------------------------------------
@@ -144,6 +164,8 @@ def call_for(op, inputs, **facts):
     outputs = {}
     for output in op.entry.outputs:
         wanted = getattr(op, "wants_" + output.name.removeprefix("grad_"))
+        if output.name == "grad_input":
+            wanted = wanted or getattr(op, "wants_residual", False)
         if output.name == "grad_weight":
             wanted = wanted and weight is not None
         flat = output.name in ("grad_weight", "grad_bias")
@@ -187,20 +209,29 @@ def check_kernel(op, inputs, way=None, multiprocessors=1):
             assert torch.equal(tensor, before[name]), name
 
 
-LONG = 4100
-"""The fewest elements of a long row in float32, and a chunk that is not full."""
+LONG, STREAMED = 4100, 4101
+"""Of float32: too long to hold a weight's gradient beside, and too long to hold element by element."""
 
 # Both sides of where rows are no longer held (8192, or 4096 in float32), primes, powers of two.
-LENGTHS = [(3, 3), (70, 127), (19, 128), (5, 1000), (3, 1025), (5, 4096), (2, 8191), (40, LONG)]
+LENGTHS = [(3, 3), (70, 127), (19, 128), (5, 1000), (3, 1025), (5, 4096), (2, 8191)]
 
 
 @pytest.mark.parametrize("cls", OPS)
 @pytest.mark.parametrize(("count", "length"), LENGTHS)
 def test_kernels(cls, count, length):
-    dtype = torch.float32 if length == LONG else FLOATS[(length + OPS.index(cls)) % 3]
-    if length == LONG and cls is not LayerNormBwdOp:
-        count = 3  # one block of rows
-    check_kernel(*made(cls, (count, length), dtype))
+    check_kernel(*made(cls, (count, length), FLOATS[(length + OPS.index(cls)) % 3]))
+
+
+@pytest.mark.parametrize("cls", OPS)
+@pytest.mark.parametrize("length", [LONG, STREAMED, 16388])
+def test_kernels_of_long_rows(cls, length):
+    check_kernel(*made(cls, (3, length), torch.float32))
+
+
+def test_columns_of_many_long_rows():
+    """Summed by several programs."""
+    op, inputs = made(LayerNormBwdOp, (130, LONG), torch.float32, wants_input=False)
+    check_kernel(op, inputs, multiprocessors=132)
 
 
 @pytest.mark.parametrize("cls", OPS)
@@ -211,8 +242,9 @@ def test_kernels_for_every_choice_of_gradients(cls):
         check_kernel(*made(cls, (5, 96), torch.float32, weight=False))
 
 
-def test_kernels_of_long_rows_for_choices_of_gradients():
-    shape = (3, LONG)
+@pytest.mark.parametrize("length", [LONG, STREAMED])
+def test_kernels_of_long_rows_for_choices_of_gradients(length):
+    shape = (3, length)
     check_kernel(*made(LayerNormBwdOp, shape, torch.float32, wants_weight=False))
     check_kernel(*made(LayerNormBwdOp, shape, torch.float32, wants_input=False, wants_bias=False))
     check_kernel(*made(LayerNormBwdOp, shape, torch.float32, False, wants_bias=False))
@@ -230,7 +262,7 @@ def test_candidates():
             check_kernel(op, inputs, way, multiprocessors=1)
 
 
-@pytest.mark.parametrize("length", [100, LONG])
+@pytest.mark.parametrize("length", [100, LONG, STREAMED])
 def test_a_row_without_eps_that_is_not_there(length):
     """Rows past the end are zeros, and without eps zeros are infinite when normalised."""
     op, inputs = made(LayerNormBwdOp, (5, length), torch.float32, eps=0.0)
@@ -284,6 +316,8 @@ def builds(call):
         (LayerNormBwdOp, 4096, (9, 0)),
         (FusedAddRMSNormBwdOp, 4096, (10, 0)),
         (LayerNormBwdOp, 16384, (9, 0)),
+        (FusedAddRMSNormBwdOp, 16384, (8, 0)),
+        (LayerNormBwdOp, 32768, (9, 0)),
         (RMSNormBwdOp, 128, (9, 0)),
     ],
 )
@@ -294,7 +328,7 @@ def test_fits(cls, length, arch):
         assert_fits(build, arch)
 
 
-TIGHT = [(127, True), (1024, True), (4096, False), (8192, True), (99991, True)]
+TIGHT = [(127, True), (1024, True), (4096, False), (8192, True), (16376, True), (99991, True)]
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
-"""BatchNorm's kernels and those of its gradient: in Triton's interpreter against the float64 oracle,
-and what the compiler says. ``BatchNormBwdOp`` on the CPU."""
+"""BatchNorm's kernels, those of its gradient, and InstanceNorm by running statistics: in Triton's
+interpreter against the float64 oracle, and what the compiler says. ``BatchNormBwdOp`` on the CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.kernel_calls import builds_of, chosen, poison, run_entry, shapes
 from tests.oracle import check, exact, strided
 from tests.triton_interpreter import interpreted
 from tileops.backend.tolerances import compare
-from tileops.norm import BatchNormBwdOp, BatchNormFwdOp
+from tileops.norm import BatchNormBwdOp, BatchNormFwdOp, InstanceNormFwdOp
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32]
 SHAPES = [(3, 5), (2, 3, 4), (2, 3, 4, 5), (2, 4, 3), (37, 7), (1, 3, 2)]
@@ -74,6 +74,8 @@ def test_strides():
 def kernels(name):
     from tileops.norm.kernels import channels
 
+    if name == "InstanceNormFwdOp":
+        return (channels.SplitChannels,)
     if name == "BatchNormFwdOp":
         return channels.HeldChannels, channels.SplitChannels
     return channels.HeldChannelGradients, channels.SplitChannelGradients
@@ -104,6 +106,7 @@ def check_kernel(op, inputs, multiprocessors=132):
         type(op).__name__, op._params, inputs, multiprocessors=multiprocessors
     )
     wanted, written = exact(op, before)
+    results = results if isinstance(results, tuple) else (results,)
     for given, value in zip(results, wanted, strict=True):
         assert (given is None) == (value is None)
         if value is not None:
@@ -130,10 +133,28 @@ def test_training(shape):
     check_kernel(*forward(shape, torch.float32, False, False, training=True), multiprocessors=2)
 
 
+def test_training_where_a_tile_that_is_not_full_comes_before_others():
+    """In three tiles of 65 places, by programs that take several instances."""
+    check_kernel(*forward((130, 2, 65), torch.float32, training=True), multiprocessors=1)
+
+
 @pytest.mark.parametrize("shape", [*KERNEL_SHAPES, (1, 3), (0, 3), (2, 3, 0)])
 def test_evaluation(shape):
     check_kernel(*forward(shape, FLOATS[sum(shape) % 3]))
     check_kernel(*forward(shape, torch.float32, affine=False))
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 7, 8), (2, 2, 4900), (0, 3, 4)])
+def test_instances_by_running_statistics(shape):
+    dtype = FLOATS[sum(shape) % 3]
+    _, inputs = forward(shape, dtype)
+    inputs |= {name: inputs[name].to(dtype) for name in ("weight", "bias")}
+    check_kernel(InstanceNormFwdOp(False, eps=1e-3), inputs)
+
+
+def test_instances_by_their_own_statistics_are_refused():
+    op, inputs = InstanceNormFwdOp(), {"input": torch.randn(2, 3, 4)}
+    assert "rows" in kernels("InstanceNormFwdOp")[0].refuses(call_for(op, inputs))
 
 
 @pytest.mark.parametrize("shape", [*KERNEL_SHAPES, (0, 3), (2, 3, 0)])

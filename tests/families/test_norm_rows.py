@@ -274,12 +274,59 @@ def test_a_long_group_is_the_same_whole_and_split():
     assert all(map(torch.equal, check(op, inputs, "whole"), check(op, inputs, "split")))
 
 
-def test_running_statistics_are_refused():
-    op, inputs = group_call((2, 3, 8), None, torch.float32)
-    inputs |= {"running_mean": torch.zeros(3), "running_var": torch.ones(3)}
-    reasons = {kernel.refuses(call_for(op, inputs)) for kernel in of_op(op)}
-    assert "running statistics are the decomposition's" in reasons
-    assert None not in reasons
+def running_call(shape, dtype, momentum=0.25, **more):
+    op, inputs = group_call(shape, None, dtype, **more)
+    channels = shape[1]
+    running = {"running_mean": torch.randn(channels), "running_var": torch.rand(channels) + 0.1}
+    op = InstanceNormFwdOp(momentum=momentum)
+    return op, {"input": inputs.pop("input"), **running, **inputs}
+
+
+@interpreted
+def run_running(params, inputs, way):
+    op = InstanceNormFwdOp(**params)
+    call = call_for(op, inputs)
+    kernel = chosen(call, *of_op(op))
+    entry = getattr(kernel, way)(call)
+    with poison():
+        return run_entry(entry, call, *(inputs.get(i.name) for i in op.entry.inputs)), inputs
+
+
+@pytest.mark.parametrize(
+    ("shape", "way"),
+    [
+        ((3, 5, 37), "entry_for"),
+        ((70, 33, 4), "entry_for"),
+        ((1, 2, 1031), "entry_for"),
+        ((2, 2, 33001), "whole"),
+        ((2, 2, 33001), "split"),
+    ],
+)
+def test_running_statistics(shape, way):
+    op, inputs = running_call(shape, torch.float32, bias=shape[0] != 3)
+    before = {n: t.clone() for n, t in inputs.items()}
+    result, after = run_running(op._params, inputs, way)
+    (wanted,), written = exact(op, before)
+    assert compare(result, wanted, "reduction").ok
+    assert set(written) == {"running_mean", "running_var"}
+    for name, value in written.items():
+        found = compare(after[name], value, "reduction")
+        assert found.ok, (name, found.text)
+
+
+def test_what_of_running_statistics_is_refused():
+    op, inputs = running_call((2, 3, 8), torch.float32)
+
+    def reasons(op, inputs):
+        return {kernel.refuses(call_for(op, inputs)) for kernel in of_op(op)}
+
+    assert "its statistics are given" in reasons(InstanceNormFwdOp(False), inputs)
+    scattered = inputs | {"running_mean": torch.zeros(3, 2)[:, 0]}
+    found = reasons(op, scattered)
+    assert "running statistics that are written are not contiguous" in found
+    assert None not in found
+    op, inputs = running_call((0, 3, 8), torch.float32)
+    assert None not in reasons(op, inputs)
 
 
 # --- what the compiler says ---------------------------------------------------------------------
@@ -349,4 +396,19 @@ def test_groups_fit(shape, arch):
               for n, s in given.items() if n != "input"}  # fmt: skip
     call = call_for(op, given, arch=arch)
     for build in builds_of(chosen(call, *of_op(op)).entry_for(call)):
+        assert_fits(build, arch)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_running_statistics_fit(arch):
+    op, inputs = running_call((1, 2, 2), torch.float32)
+    cuda = torch.device("cuda", 0)
+    given = {
+        n: TensorSpec.contiguous_of((8, 128, 1024) if n == "input" else (128,), t.dtype, cuda)
+        for n, t in inputs.items()
+    }
+    call = call_for(op, given, arch=arch)
+    made = builds_of(chosen(call, *of_op(op)).entry_for(call))
+    assert len(made) == 2
+    for build in made:
         assert_fits(build, arch)

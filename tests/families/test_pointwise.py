@@ -29,6 +29,7 @@ from tileops.elementwise import (
     SubFwdOp,
     WhereFwdOp,
 )
+from tileops.elementwise.kernels.dropout_cpu import CHUNK
 
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 # No infinities: what torch 2.13 gives for those on the CPU is not what it gives elsewhere.
@@ -78,6 +79,22 @@ def test_strides():
         check(WhereFwdOp(), {"condition": view > 0, "input": view, "other": x[:1]})
 
 
+IN_PLACE = [name for name, cls in op_classes().items() if cls.entry.family == "elementwise"
+            and any(param.name == "inplace" for param in cls.entry.params)]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_in_place_is_the_same_and_takes_no_second_pass(name, dtype):
+    params = {"seed": 3} if name == "DropoutFwdOp" else {}
+    made, op = op_classes()[name](**params), op_classes()[name](**params, inplace=True)
+    for _, x in strided((torch.randn(3, 4, 6) * 4).to(dtype)):
+        wanted = made(x)
+        assert op(x) is x
+        assert torch.equal(x, wanted)
+    assert op.last_call.kernel in ("aten_in_place", "chunked_dropout")
+
+
 sizes = st.lists(st.sampled_from([0, 1, 2, 3, 7]), max_size=4)
 
 
@@ -108,6 +125,14 @@ def test_dropout(p):
 def test_a_word_of_philox():
     # The first known answer of the authors' own test vectors, for a counter and a key of zeros.
     assert [philox_word(0, n) for n in range(4)] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+
+
+def test_dropout_of_more_than_a_chunk():
+    """An element's word is that of its place, not of its place in a chunk."""
+    x, places = torch.ones(CHUNK + 5), [0, 1, CHUNK - 1, *range(CHUNK, CHUNK + 5)]
+    result = DropoutFwdOp(p=0.5, seed=11)(x)
+    assert [float(result[n]) != 0 for n in places] == [philox_word(11, n) >= 2**31 for n in places]
+    assert torch.equal(DropoutFwdOp(p=0.5, seed=11, inplace=True)(x), result)
 
 
 def test_dropout_keeps_as_many_as_it_says_and_each_by_itself():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -47,6 +48,7 @@ from tileops.elementwise import (
     SinusoidalFwdOp,
     SoftplusFwdOp,
     SqrtFwdOp,
+    SubFwdOp,
     TanhFwdOp,
     TruncFwdOp,
     WhereFwdOp,
@@ -172,6 +174,17 @@ def test_quotients_of_16_bits(cls, dtype):
         assert torch.equal(result.signbit()[zeros], wanted.signbit()[zeros])
 
 
+@pytest.mark.parametrize("decimals", [1, 2, 5, -1, -3, 38])
+def test_decimals_are_torchs_to_the_bit(decimals):
+    """Which divides by the power of ten."""
+    x = torch.cat((torch.randn(3000) * 1e3, torch.tensor(SPECIALS), torch.tensor([3e38, -1e-40])))
+    result, _ = run_kernel(RoundFwdOp(decimals=decimals), {"input": x})
+    wanted = torch.round(x, decimals=decimals)
+    assert torch.equal(result.isnan(), wanted.isnan())
+    assert torch.equal(result.nan_to_num(7.0), wanted.nan_to_num(7.0))
+    assert torch.equal(result.signbit()[wanted == 0], wanted.signbit()[wanted == 0])
+
+
 def test_a_power_in_float32():
     x = torch.cat((torch.rand(500) * 8 + 1e-3, torch.tensor([3.0, 2.5, 1.0000001, 1e-40, 1e38])))
     y = torch.cat((torch.randn(500) * 16, torch.tensor([80.0, -88.0, 1e8, -0.9, 0.99])))
@@ -227,6 +240,23 @@ def test_broadcasting(first, second):
     ):
         for a, b in ((first, second), (second, first)):
             check_kernel(op, {"input": values(a, dtype), "other": values(b, dtype)})
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [((70, 1), (1, 520)), ((9, 1, 16, 1), (1, 7, 1, 67)), ((3, 1, 5, 300), (1, 4, 1, 300)),
+     ((2, 7, 1, 130), (130,)), ((5, 3, 1), (3, 2100)), ((4100,), (4100,)), ((9001,), ())],
+)  # fmt: skip
+def test_calls_that_fill_the_card(first, second):
+    """Rows that are read once for several, more rows in a program, tails: on one multiprocessor."""
+    for op, dtype in (
+        (EqFwdOp(), torch.int64),
+        (AddFwdOp(), torch.float16),
+        (MulFwdOp(), torch.bool),
+    ):
+        for a, b in ((first, second), (second, first)):
+            inputs = {"input": values(a, dtype), "other": values(b, dtype)}
+            check_kernel(op, inputs, multiprocessors=1)
 
 
 def test_three_tensors():
@@ -336,7 +366,7 @@ def test_what_the_decomposition_serves():
         build_of(DropoutFwdOp(p=0.0), input=x.half())
 
 
-@pytest.mark.parametrize("candidate", range(5))
+@pytest.mark.parametrize("candidate", range(6))
 def test_candidates(candidate):
     check_kernel(SigmoidFwdOp(), {"input": values((9001,), torch.bfloat16)}, candidate)
     inputs = {"input": values((7, 2050), torch.float16), "mask": values((7, 1), torch.bool)}
@@ -369,25 +399,42 @@ def test_sinusoidal_is_exact_at_far_positions():
 # ---- what the compiler says ------------------------------------------------------------------------------
 
 SCHEMES = {
-    "unary": (SigmoidFwdOp(), {"input": (64, 4096)}, 1),
-    "binary": (AddFwdOp(), {"input": (64, 4096), "other": (64, 4096)}, 2),
-    "row": (AddFwdOp(), {"input": (64, 4096), "other": (4096,)}, 2),
-    "column": (AddFwdOp(), {"input": (64, 4096), "other": (64, 1)}, 1),
-    "dropout": (DropoutFwdOp(seed=1), {"input": (64, 4096)}, 1),
+    "unary": (SigmoidFwdOp(), {"input": (1024, 4096)}, 1),
+    "binary": (AddFwdOp(), {"input": (1024, 4096), "other": (1024, 4096)}, 2),
+    "row": (AddFwdOp(), {"input": (1024, 4096), "other": (4096,)}, 2),
+    "column": (AddFwdOp(), {"input": (1024, 4096), "other": (1024, 1)}, 1),
+    "dropout": (DropoutFwdOp(seed=1), {"input": (1024, 4096)}, 1),
 }
+
+
+def compiled(op, shapes, dtype, arch):
+    meta = {n: torch.empty(s, dtype=dtype, device="meta") for n, s in shapes.items()}
+    (build,) = builds_of(entry_of(cuda_call(op, meta, arch), op))
+    # 64 registers or fewer: half the threads of a multiprocessor, which hide memory's latency.
+    assert assert_fits(build, arch).registers <= 64
+    return build, sass(build, arch)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_compiles_to_wide_accesses(scheme, arch):
     op, shapes, loads = SCHEMES[scheme]
-    meta = {n: torch.empty(s, dtype=torch.bfloat16, device="meta") for n, s in shapes.items()}
-    (build,) = builds_of(entry_of(cuda_call(op, meta, arch), op))
-    # 64 registers or fewer: half the threads of a multiprocessor, which hide memory's latency.
-    assert assert_fits(build, arch).registers <= 64
-    code = sass(build, arch)
+    _, code = compiled(op, shapes, torch.bfloat16, arch)
     assert code.count("LDG.E.128") >= loads
     assert code.count("STG.E.128") >= 1
+
+
+def test_outer_products_take_few_instructions():
+    """Per element, of row and column read once for several: at memory's speed an H200 has some 20 for
+    a byte written."""
+    for op, dtype, most in ((EqFwdOp(), torch.int64, 10), (SubFwdOp(), torch.int64, 20)):
+        shapes = {"input": (2048, 1), "other": (1, 2048)}
+        build, code = compiled(op, shapes, dtype, (9, 0))
+        facts = dict(build.constexprs)
+        instructions = len(re.findall(r"/\*[0-9a-f]{4,5}\*/ +(?!NOP)", code))
+        each = facts["ROWS"] * facts["COLUMNS"] // (32 * build.num_warps)
+        assert code.count("STG.E.128") == 4
+        assert instructions <= most * each
 
 
 @pytest.mark.slow

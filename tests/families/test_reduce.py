@@ -109,8 +109,6 @@ def test_special_values(name, dtype):
     x[4, ::2], x[4, 1::2] = 0.0, -0.0
     x[5, 8] = -math.inf
     x[6, 2], x[6, 5] = -math.nan, math.nan
-    if name == "VarMeanFwdOp":  # torch's mean is NaN or infinite, as its order of work has it
-        x = x[~x.isinf().any(1)]
     op = make(name, -1)
     check(op, {argument(op): x})
 

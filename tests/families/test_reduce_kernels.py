@@ -72,8 +72,9 @@ def run_small(op, x):
     """With tiles so small that a small tensor needs every kind of launch."""
     from tileops.reduction.kernels import reduce
 
-    sizes = {"REGISTER_ROW": 8, "ROW_PART": 4, "ROW_TILE": 16, "COLUMN_TILE": 16, "STATES": 4}
-    sizes |= {"COLUMN_BYTES": 8, "MOST_COLUMNS": 8}
+    sizes = {"REGISTER_ROW": 8, "ROW_PART": 4, "ROW_TILE_BYTES": 64, "STATES": 4}
+    sizes |= {"COLUMN_BYTES": 8, "PART_BYTES": 32, "WALK_BYTES": 16, "WALKED_ROW": 30}
+    sizes |= {"TURNS": 4, "TURNS_HELD": 2}
     before = {name: getattr(reduce, name) for name in sizes}
     try:
         vars(reduce).update(sizes)
@@ -221,6 +222,22 @@ def test_norms(ord, dtype):
         check(op, x, run_small(op, x))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("ord", [3, 8.0, 9, 0.5, -1, -2.5])
+def test_other_norms(ord, dtype):
+    x = draw((5, 11), dtype)
+    x[0, :6], x[1, 0] = 0, math.inf
+    for dim in (0, 1):
+        op = op_of("VectorNormFwdOp", dim, ord=ord)
+        check(op, x, run_small(op, x))
+
+
+def test_a_norm_of_small_numbers():
+    x = torch.tensor([[1e-13, -1e-13], [math.nan, 0.0], [-math.inf, 1.0], [0.0, -0.0]])
+    op = op_of("VectorNormFwdOp", 1, ord=3)
+    check(op, x, run(op, x))
+
+
 @pytest.mark.parametrize("name", ["SumFwdOp", "MeanFwdOp", "ProdFwdOp", "VectorNormFwdOp"])
 def test_the_cast_comes_first(name):
     x = (torch.randn(4, 12) * 20).bfloat16().float() * (1 + 2**-10)
@@ -239,7 +256,7 @@ def test_the_first_of_equals_wins(name, dim):
 
 
 def test_real_tiles_of_long_rows_and_columns():
-    for shape, dim in (((2, 20000), 1), ((1100, 70), 0), ((16385,), 0)):
+    for shape, dim in (((2, 20000), 1), ((1100, 70), 0), ((16385,), 0), ((3, 520, 33), 1)):
         x = draw(shape)
         for name in ("SumFwdOp", "VarFwdOp", "LogSumExpFwdOp", "ArgmaxFwdOp"):
             op = op_of(name, dim)
@@ -274,7 +291,8 @@ def test_what_is_left_to_the_decomposition():
     for op, shape, dtype in (
         (op_of("SumFwdOp", 1), (3, 0), torch.float32),
         (op_of("AllFwdOp", 1), (3, 4), torch.complex128),
-        (op_of("VectorNormFwdOp", 1, ord=3), (3, 4), torch.float32),
+        (op_of("VectorNormFwdOp", 1, ord=1000), (3, 4), torch.float32),
+        (op_of("VectorNormFwdOp", 1, ord=-0.01), (3, 4), torch.float32),
     ):
         assert Reduce.refuses(call_for(op, (shape, dtype)))
 

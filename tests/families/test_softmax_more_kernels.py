@@ -30,10 +30,9 @@ def call_for(op, tensors, dim, dtype=None, **facts):
 
 
 def serving(call):
-    from tileops.reduction.kernels import softmax, softmax_bwd
+    from tileops.reduction.kernels import softmax
 
-    module = softmax if call.op.endswith("FwdOp") else softmax_bwd
-    return chosen(call, *(getattr(module, name) for name in module.__all__))
+    return chosen(call, *(getattr(softmax, name) for name in softmax.__all__))
 
 
 @interpreted
@@ -80,8 +79,9 @@ def check(op, tensors, dim, actual):
         ((2, 16385), -1, HALF, "triton_split"),
         ((2, 20480), -1, HALF, "triton_row"),
         ((2, 36864), -1, torch.float32, "triton_split"),
-        ((67, 13), 0, HALF, "triton_column"),
-        ((2, 300, 40), 1, torch.float32, "triton_column"),
+        ((67, 13), 0, HALF, "triton_column_tile"),
+        ((2, 300, 40), 1, torch.float32, "triton_column_tile"),
+        ((1024, 17), 0, torch.float32, "triton_column_tile"),
         ((1025, 17), 0, torch.float32, "triton_column"),
     ],
 )
@@ -89,8 +89,7 @@ def test_every_region(op, shape, dim, dtype, kernel):
     tensors = draw(op, shape, dtype, dim)
     actual, name = run(op, tensors, dim)
     check(op, tensors, dim, actual)
-    short = op == "LogSoftmaxFwdOp" and kernel == "triton_column" and shape[dim] <= 1024
-    assert name == (kernel + "_tile" if short else kernel)
+    assert name == kernel
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -143,12 +142,11 @@ def test_the_input_is_cast_first():
 
 @pytest.mark.parametrize("op", OPS)
 def test_float64_is_left_to_the_decomposition(op):
-    from tileops.reduction.kernels import softmax, softmax_bwd
+    from tileops.reduction.kernels import softmax
 
-    module = softmax if op.endswith("FwdOp") else softmax_bwd
     for shape, dim in (((4, 8), 1), ((4, 8), 0), ((4, 70000), 1)):
         call = call_for(op, [(shape, torch.float64)], dim)
-        assert all(getattr(module, name).refuses(call) for name in module.__all__)
+        assert all(getattr(softmax, name).refuses(call) for name in softmax.__all__)
 
 
 BUILDS = [
@@ -172,6 +170,8 @@ MORE_BUILDS = [
     ("LogSoftmaxFwdOp", (4096, 32768), -1, HALF),
     ("LogSoftmaxBwdOp", (4096, 64), 1, torch.float32),
     ("LogSoftmaxBwdOp", (64, 512, 3), 1, HALF),
+    ("SoftmaxBwdOp", (64, 1024, 64), 1, torch.float32),
+    ("LogSoftmaxBwdOp", (64, 1500, 64), 1, HALF),
 ]
 
 

@@ -226,9 +226,10 @@ def test_gates_that_are_none():
         near_miss(lambda x, y: F.silu(x[..., :6]) * y[..., 6:], x, y),
         near_miss(lambda x, y: F.silu(x[..., :4]) * x[..., 4:8], x, y),
         near_miss(lambda x, y: F.silu(x[..., ::2]) * x[..., 1::2], x, y),
+        near_miss(lambda x, y: F.silu(x[..., :6]) * x[..., 3:9], x, y),
     ]
     expected = ["l_x_ is not the first half", "is not the first half", "input is l_x_ in one place and l_y_",
-                "is not the first half", "is not the first half"]  # fmt: skip
+                "is not the first half", "is not the first half", "half of input's last dim"]  # fmt: skip
     for found, reason in zip(reasons, expected, strict=True):
         assert reason in found["SiLUAndMulFwdOp"], found
     assert near_miss(lambda x, y: F.silu(x) + y, x, y) == {}

@@ -130,6 +130,46 @@ def test_a_generator_in_a_graph():
     assert torch.equal(result, wanted)
 
 
+def test_a_generator_first_called_in_a_graph():
+    """Its kernel and its table are there already, from a call of another length."""
+    AlibiFwdOp(seq_len=63, num_heads=8, device="cuda")()
+    op, graph = AlibiFwdOp(seq_len=61, num_heads=8, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = op()
+    graph.replay()
+    assert torch.equal(result.cpu(), AlibiFwdOp(seq_len=61, num_heads=8, device="cpu")())
+
+
+def test_calls_that_fill_the_card():
+    """Long programs, tiles of several rows, rows that are read once for all of them."""
+    for first, second in (((2100, 1), (1, 2047)), ((8, 1, 512, 512), (1, 12, 1, 512)), ((1500, 1000), (1500, 1)),
+                          ((40, 3, 1, 9000), (1, 3, 5, 1)), ((3_000_017,), (3_000_017,))):  # fmt: skip
+        for op, dtype in (
+            (EqFwdOp(), torch.int64),
+            (AddFwdOp(), torch.float16),
+            (AddFwdOp(), torch.bool),
+        ):
+            a, b = (
+                torch.randint(0, 2 if dtype is torch.bool else 50, s).to(dtype)
+                for s in (first, second)
+            )
+            for left, right in ((a, b), (b, a)):
+                wanted = left == right if isinstance(op, EqFwdOp) else left + right
+                assert torch.equal(op(left.cuda(), right.cuda()).cpu(), wanted)
+
+
+def test_remainders_of_any_float32():
+    """The library's function is exact, but takes subnormal numbers for 0."""
+    bits = torch.randint(-(2**31), 2**31, (2, 1 << 20)).to(torch.int32)
+    x, y = bits.view(torch.float32)
+    x, y = x[y.abs() >= 2.0**-100], y[y.abs() >= 2.0**-100]  # what is left is no subnormal number
+    rest = torch.fmod(x.double(), y.double()).float()  # exact
+    wanted = torch.where((rest != 0) & ((rest < 0) != (y < 0)), rest + y, rest)
+    result = RemainderFwdOp()(x.cuda(), y.cuda()).cpu()
+    assert torch.equal(result.isnan(), wanted.isnan())
+    assert torch.equal(result.nan_to_num(7.0), wanted.nan_to_num(7.0))
+
+
 # ---- every number of 16 bits -----------------------------------------------------------------------
 
 ONE_NUMBER = [

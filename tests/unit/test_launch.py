@@ -20,7 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tileops.lib.launch import Launcher, TritonBuild, device_guard, pointer_to
+from tests.fake_card import build_fake, run_child
+from tileops.lib.launch import Launcher, TritonBuild, descriptor_of, device_guard, pointer_to
 
 ROOT = Path(__file__).parents[2]
 STREAM = 0x5000
@@ -114,6 +115,56 @@ def child(library: str) -> None:
     records.append(written(3, absent(), 1, 1, 1, 0, x, 8, 1.0))
     addresses = [x.data_ptr() & 0xFFFFFFFF, y.data_ptr() & 0xFFFFFFFF]
     json.dump({"records": records, "addresses": addresses}, sys.stdout)
+
+
+@triton.jit
+def add_some(x, y, count, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    at = [tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS]
+    y.store(at, (x.load(at) + count).to(y.dtype))
+
+
+def child_described(library: str) -> None:
+    """Launch a kernel that takes tensor descriptors; print what the fake wrote down."""
+    import ctypes
+
+    from triton.backends.nvidia.driver import CudaDriver
+
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    torch._C._cuda_getCurrentRawStream = lambda device: STREAM + device
+    triton.runtime.driver.set_active(CudaDriver())
+    fake = ctypes.CDLL(library)
+    fake.fake_cuda_record.restype = ctypes.POINTER(ctypes.c_ulonglong * 16)
+    fake.fake_cuda_maps.restype = ctypes.POINTER(ctypes.c_ulonglong * 12)
+    x, y = torch.zeros(40, 64, dtype=torch.float16), torch.zeros(40, 64, dtype=torch.float16)
+    kind = descriptor_of(torch.float16, (16, 32))
+    build = TritonBuild(
+        "tests.unit.test_launch:add_some",
+        signature=(("x", kind), ("y", kind), ("count", "i32")),
+        constexprs=(("ROWS", 16), ("COLUMNS", 32)),
+    )
+    fake.fake_cuda_expect(1)
+    build()(3, 2, 1, 0, x, y, 7)
+    record, maps = list(fake.fake_cuda_record().contents), list(fake.fake_cuda_maps().contents)
+    json.dump({"record": record, "maps": maps, "at": [x.data_ptr(), y.data_ptr()]}, sys.stdout)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_tensors_are_described_where_the_signature_says_so(tmp_path):
+    library = build_fake(tmp_path)
+    code = f"import tests.unit.test_launch as it; it.child_described({str(library)!r})"
+    caches = {
+        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+        "TILEOPS_CACHE_DIR": str(tmp_path / "own"),
+    }
+    done = run_child(code, library, **caches)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    x, y = result["at"]
+    assert result["record"][:4] == [1, 3, 2, 1]
+    assert result["record"][8] == x & 0xFFFFFFFF  # the map itself is the parameter
+    # Address, columns, rows, bytes of a row, columns and rows of a block.
+    assert result["maps"] == [x, 64, 40, 128, 32, 16, y, 64, 40, 128, 32, 16]
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")

@@ -125,9 +125,26 @@ def test_what_has_nothing_to_compile_says_so(cache):
     )  # fmt: skip
     (kernel,) = norm().prepare(spec(8, 256), spec(256), device="cpu").kernels
     assert kernel.kernel in ("decomposition", "inductor")
-    (kernel,) = AlibiFwdOp(num_heads=8, seq_len=16).prepare(device=H200).kernels
-    assert kernel.note == "it takes no tensors"
+    for device in (None, "cpu"):
+        (kernel,) = AlibiFwdOp(num_heads=8, seq_len=16, device=device).prepare(device="cpu").kernels
+        assert kernel.note == "nothing to compile: torch's own kernels"
     assert cache.rows() == []
+
+
+def test_an_op_that_takes_no_tensors(cache):
+    alone = AlibiFwdOp(num_heads=8, seq_len=16).prepare(device=H200)
+    (kernel,) = alone.kernels
+    assert (kernel.kernel, kernel.origin, kernel.stack) == ("triton_alibi", "made", 0)
+    assert [row.key for row in cache.rows()] == [kernel.key]
+    # The op's own device need not be here either, and another's is where its call will be.
+    for device, expected in (("cuda", alone.keys), ("cpu", frozenset())):
+        op = AlibiFwdOp(num_heads=8, seq_len=16, device=device)
+        assert op.prepare(device=H200).keys == expected
+
+        def function(x, op=op):
+            return x + op()
+
+        assert tileops.prepare(function, spec(16, 16), device=H200, progress=False).keys == expected
 
 
 def test_a_foreign_target_is_named(cache):

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,8 @@ __all__ = ["add_command"]
 
 _ABOUT = """\
 Compile a function or module of a script, call it once, and show each stage of torch.compile.
-Exit status: 0; 1 where the report has what --fail-on names; 2 where the request is no good."""
+Exit status: 0; 1 where the report has what --fail-on names; 2 where the request is no good or the
+call raises."""
 _CONDITIONS = ("break", "recompile", "unfused")
 _DTYPES = {
     "f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "i8": "int8",
@@ -39,6 +41,10 @@ def add_command(commands: Any) -> None:
         "--input", metavar="SPEC", action="append", default=[],
         help='an argument, such as "2048x4096:f16:cuda"; may be repeated; f32 and cpu without',
     )  # fmt: skip
+    parser.add_argument(
+        "--then", metavar="SPECS", action="append", default=[],
+        help="inputs of a further call, separated by commas; may be repeated",
+    )  # fmt: skip
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--mode", help="torch.compile's mode")
     parser.add_argument("--dynamic", action=argparse.BooleanOptionalAction)
@@ -50,40 +56,103 @@ def add_command(commands: Any) -> None:
         "--fail-on", metavar="WHAT", type=_conditions, default=(),
         help=f"exit with 1 where there is any of these: {','.join(_CONDITIONS)}",
     )  # fmt: skip
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write one self-contained page")
+    parser.add_argument(
+        "--measure", action="store_true",
+        help="call it some times more, for time of kernels, gaps and synchronisations",
+    )  # fmt: skip
+    parser.add_argument(
+        "--show", metavar="STAGES", type=_stages, default=(),
+        help="the summary and only these stages: capture,breaks,guards,dispatch,aten,inductor,run,ops",
+    )  # fmt: skip
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the data; - prints it")
     parser.set_defaults(run=_explain)
 
 
 def _conditions(text: str) -> tuple[str, ...]:
+    return _names(text, _CONDITIONS)
+
+
+def _stages(text: str) -> tuple[str, ...]:
+    from tileops.explain.views.terminal import STAGES
+
+    return _names(text, STAGES)
+
+
+def _names(text: str, accepted: tuple[str, ...]) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(","))
-    if unknown := [name for name in names if name not in _CONDITIONS]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r}; accepted are {', '.join(_CONDITIONS)}")
+    if unknown := [name for name in names if name not in accepted]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r}; accepted are {', '.join(accepted)}")
     return names
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from tileops.explain.session import explain
+    from tileops.explain.model import Report
+    from tileops.explain.session import explain_into
 
     try:
+        _check(options)
         target = _load(options.target)
-        inputs = [_tensor(spec, training=bool(options.training)) for spec in options.input]
+        inputs, *then = (
+            tuple(_tensor(spec, training=bool(options.training)) for spec in specs)
+            for specs in (options.input, *(text.split(",") for text in options.then))
+        )
     except _RequestError as error:
         print(f"tileops explain: {error}", file=sys.stderr)
         return 2
-    report = explain(
-        target, *inputs, backend=options.backend, mode=options.mode, dynamic=options.dynamic,
-        training=options.training,
-    )  # fmt: skip
+    report = Report()
+    raised = None
+    try:
+        explain_into(
+            report, target, inputs, {}, backend=options.backend, mode=options.mode,
+            dynamic=options.dynamic, training=options.training, measure=options.measure, then=then,
+        )  # fmt: skip
+    except Exception as error:  # noqa: BLE001  (the user's: told after what was seen of the call)
+        raised = error
+    if options.html:
+        report.to_html(options.html)
     if options.json and str(options.json) == "-":
         print(report.to_json(indent=1))
     else:
         if options.json:
             options.json.write_text(report.to_json(indent=1), encoding="utf-8")
-        report.show()
+        report.show(*options.show)
+    if raised is not None:
+        _tell(raised)
+        return 2
     failed = [name for name in options.fail_on if _count(report, name)]
     for name in failed:
         print(f"tileops explain: --fail-on {name}: {_count(report, name)}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """What would fail at the end, before the script runs."""
+    import torch
+
+    for name, path in (("--html", options.html), ("--json", options.json)):
+        if path and str(path) != "-" and not path.parent.is_dir():
+            raise _RequestError(f"{name} {str(path)!r}: there is no folder {str(path.parent)!r}")
+    if options.backend not in torch._dynamo.list_backends(exclude_tags=()):
+        known = ", ".join(torch._dynamo.list_backends())
+        raise _RequestError(f"--backend {options.backend!r}; accepted are {known}")
+    modes = list(torch._inductor.list_mode_options())
+    if options.mode is not None and options.mode not in modes:
+        raise _RequestError(f"--mode {options.mode!r}; accepted are {', '.join(modes)}")
+
+
+def _tell(error: BaseException) -> None:
+    """The user's part of a traceback, and the error."""
+    from tileops.explain.torch_private import is_torch_file
+
+    foreign = (str(Path(__file__).parents[1]), "<frozen")
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        f for f in frames if not f.filename.startswith(foreign) and not is_torch_file(f.filename)
+    ]
+    sys.stderr.writelines(traceback.format_list(own))
+    print(f"tileops explain: raised {''.join(traceback.format_exception_only(error)).strip()}",
+          file=sys.stderr)  # fmt: skip
 
 
 def _count(report: Report, condition: str) -> int:
@@ -106,7 +175,11 @@ def _load(text: str) -> Callable[..., Any]:
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.resolve().parent))  # as for a script that is run
     sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (the user's)
+        _tell(error)
+        raise _RequestError(f"{file} cannot be run") from None
     found = getattr(module, name, None)
     if not callable(found):
         known = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from tileops.authoring import KernelInterface, Op
+from tileops.elementwise.recording import recorded
 
 
 class ReLUFwdOp(Op):
@@ -14,7 +15,7 @@ class ReLUFwdOp(Op):
     API: ``torch.nn.functional.relu``.
     """
 
-    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",), cpu=("in_place:InPlace",))
 
     @staticmethod
     def decomposition(input: torch.Tensor, *, inplace: bool) -> torch.Tensor:
@@ -27,7 +28,7 @@ class LeakyReLUFwdOp(Op):
     API: ``torch.nn.functional.leaky_relu``.
     """
 
-    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",), cpu=("in_place:InPlace",))
 
     @staticmethod
     def decomposition(input: torch.Tensor, *, negative_slope: float, inplace: bool) -> torch.Tensor:
@@ -54,7 +55,7 @@ class ELUFwdOp(Op):
     API: ``torch.nn.functional.elu``.
     """
 
-    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",), cpu=("in_place:InPlace",))
 
     @staticmethod
     def decomposition(input: torch.Tensor, *, alpha: float, inplace: bool) -> torch.Tensor:
@@ -67,7 +68,7 @@ class SELUFwdOp(Op):
     API: ``torch.nn.functional.selu``.
     """
 
-    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",), cpu=("in_place:InPlace",))
 
     @staticmethod
     def decomposition(input: torch.Tensor, *, inplace: bool) -> torch.Tensor:
@@ -80,7 +81,7 @@ class HardtanhFwdOp(Op):
     API: ``torch.nn.functional.hardtanh``.
     """
 
-    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",), cpu=("in_place:InPlace",))
 
     @staticmethod
     def decomposition(
@@ -104,13 +105,13 @@ class HardsigmoidFwdOp(Op):
     API: ``torch.nn.functional.hardsigmoid``.
     """
 
-    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",), cpu=("in_place:InPlace",))
 
     @staticmethod
     def decomposition(input: torch.Tensor, *, inplace: bool) -> torch.Tensor:
         if _coarse(input):
             return _sixths_of_relu6(input)
-        if not (input.requires_grad and torch.is_grad_enabled()):
+        if not recorded(input):
             return F.hardsigmoid(input)
         # ATen's own has no second derivative.
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
@@ -123,7 +124,7 @@ class HardswishFwdOp(Op):
     API: ``torch.nn.functional.hardswish``.
     """
 
-    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",), cpu=("in_place:InPlace",))
 
     @staticmethod
     def decomposition(input: torch.Tensor, *, inplace: bool) -> torch.Tensor:
@@ -136,7 +137,7 @@ class SiLUFwdOp(Op):
     API: ``torch.nn.functional.silu``.
     """
 
-    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",), cpu=("in_place:InPlace",))
 
     @staticmethod
     def decomposition(input: torch.Tensor, *, inplace: bool) -> torch.Tensor:
@@ -149,7 +150,7 @@ class MishFwdOp(Op):
     API: ``torch.nn.functional.mish``.
     """
 
-    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+    kernel = KernelInterface(cuda=("pointwise:Pointwise",), cpu=("in_place:InPlace",))
 
     @staticmethod
     def decomposition(input: torch.Tensor, *, inplace: bool) -> torch.Tensor:

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from tileops.authoring import KernelInterface, Op
+from tileops.elementwise.recording import recorded
 
 
 def _scaled_sum(
@@ -28,6 +29,15 @@ def _in_float32(
     if input.dtype in (torch.float16, torch.bfloat16):
         return function(input.float(), other.float()).to(input.dtype)
     return function(input, other)
+
+
+def _rounded_once(
+    function: Callable[..., torch.Tensor], input: torch.Tensor, other: torch.Tensor
+) -> torch.Tensor:
+    """``function``, which torch rounds once on the CPU; not elsewhere, nor its derivative."""
+    if input.device.type == "cpu" and not recorded(input, other):
+        return function(input, other)
+    return _in_float32(function, input, other)
 
 
 class AddFwdOp(Op):
@@ -74,7 +84,8 @@ class DivFwdOp(Op):
     def decomposition(
         input: torch.Tensor, other: torch.Tensor, *, rounding_mode: str | None
     ) -> torch.Tensor:
-        # Without a mode too, for its derivative: of a half, input / other**2 rounds to infinity.
+        if rounding_mode is None:  # whose derivative holds other**2, of halves often infinite
+            return _rounded_once(torch.div, input, other)
         return _in_float32(partial(torch.div, rounding_mode=rounding_mode), input, other)
 
 
@@ -95,7 +106,7 @@ class RemainderFwdOp(Op):
 
     @staticmethod
     def decomposition(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        return _in_float32(torch.remainder, input, other)
+        return _rounded_once(torch.remainder, input, other)
 
 
 class PowFwdOp(Op):
@@ -105,7 +116,7 @@ class PowFwdOp(Op):
 
     @staticmethod
     def decomposition(input: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-        return _in_float32(torch.pow, input, exponent)
+        return _rounded_once(torch.pow, input, exponent)
 
 
 class LerpScalarFwdOp(Op):

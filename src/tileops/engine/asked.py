@@ -1,12 +1,13 @@
 """Builds that are asked for and not made: how machine code is found from shapes alone.
 
 An entry's ``build`` may do anything, so it is run, in a thread where a build of machine code is noted
-instead of loaded and where tensors have no data.
+instead of loaded and where tensors have no data. Likewise calls without tensors, which no dispatch mode
+sees, are noted where they are asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import local
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from tileops.engine.cache.sources import UnknownSourceError
 
-__all__ = ["Build", "Dataless", "asked_by", "collecting", "collector"]
+__all__ = ["Build", "Dataless", "asked_by", "collecting", "collector", "noted", "noting"]
 
 
 class Build(Protocol):
@@ -51,6 +52,25 @@ def collecting() -> Iterator[list[Build]]:
         yield builds
     finally:
         _asked.builds = outer
+
+
+@contextmanager
+def noting(note: Callable[[Any], None]) -> Iterator[None]:
+    """In this thread, ``note`` is told of each call of an op that takes no tensors, by its state."""
+    outer = getattr(_asked, "note", None)
+    _asked.note = note
+    try:
+        yield
+    finally:
+        _asked.note = outer
+
+
+def noted(state: Any) -> bool:
+    """Tell of a call without tensors where that is asked for: it then needs no kernel."""
+    note = getattr(_asked, "note", None)
+    if note is not None:
+        note(state)
+    return note is not None
 
 
 class Dataless(TorchFunctionMode):

@@ -23,11 +23,15 @@ __all__ = ["decomposition_kernels"]
 
 def _fresh(result: torch.Tensor, inputs: tuple[Any, ...]) -> torch.Tensor:
     """``result`` as an own, contiguous tensor: an op never returns its input or a view of it."""
-    if result._is_zerotensor():  # a derivative that is nothing but zero, without memory
+    try:
+        pointer = result.untyped_storage().data_ptr()
+    except RuntimeError:
+        if not result._is_zerotensor():
+            raise
+        # A derivative that is nothing but zero, without memory.
         return torch.zeros(result.shape, dtype=result.dtype, device=result.device)
     if not result.is_contiguous():
         return result.contiguous()
-    pointer = result.untyped_storage().data_ptr()
     for tensor in inputs:
         if tensor is not None and tensor.untyped_storage().data_ptr() == pointer:
             return result.clone(memory_format=torch.contiguous_format)
@@ -43,6 +47,14 @@ def _runner(function: Callable[..., Any], call: CallSpec, has_out: bool, is_inpu
     count = len(call.outputs)
     out_given = has_out and "out" in call.written
     params = vars(call.params)
+    if count == 1 and not call.written and not has_out:
+
+        def make(*inputs: Any) -> Any:  # what most calls need, in half the time
+            result = function(*inputs, **params)
+            (result,) = result if isinstance(result, tuple) else (result,)
+            return None if result is None else _fresh(result, inputs)
+
+        return make
 
     def run(*args: Any) -> Any:
         inputs = args[: len(names)]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from tileops.engine import targets
+from tileops.engine.asked import noted
 from tileops.engine.boundary.autocast import cast_inputs
 from tileops.engine.boundary.batching import takes_a_batch
 from tileops.engine.boundary.gate import direct
@@ -254,9 +255,9 @@ class Op:
             return self._call_boundary(**dict(zip(names, arguments, strict=True)))
         if entry.composition:
             return self._call_stages(inputs, out)
-        if torch.compiler.is_compiling():
-            return self.forward()  # an exporter that runs this sees what Dynamo sees: plain PyTorch
         state = self._state
+        if torch.compiler.is_compiling() or noted(state):
+            return self.forward()  # an exporter that runs this sees what Dynamo sees: plain PyTorch
         facts = (targets.epoch.now, targets.context_target(), torch.get_default_device())
         plan = state.plans.get(facts) or _plan(state, facts, ())
         state.last = plan

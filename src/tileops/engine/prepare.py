@@ -27,6 +27,9 @@ from tileops.engine.workers import Outcome, compile_all
 __all__ = ["Prepared", "PreparedKernel", "Request", "compile_requests", "prepare_op", "request_for"]
 
 
+_META = torch.device("meta")
+
+
 @dataclass(frozen=True)
 class PreparedKernel:
     """One kernel that a prepared call uses."""
@@ -155,9 +158,13 @@ def _bound(entry: Any, specs: Sequence[Any], named: Mapping[str, Any]) -> dict[s
 def request_for(
     state: OpState, specs: Sequence[Any], named: Mapping[str, Any], out: Any, place: Place
 ) -> Request:
-    """What a call with such inputs would use on ``place``. Raises ``CheckError`` before any work."""
+    """What a call with such inputs would use on ``place``, or where the op's own ``device`` is of another
+    type, there. Raises ``CheckError`` before any work."""
     op = state.op
     entry = type(op).entry
+    wanted = None if entry.inputs else op._params.get("device")
+    if wanted is not None and wanted.type != place.device.type:
+        place = place_of(wanted)
     if out is not None and not entry.has_out:
         raise CheckError(entry.name, "out", type(out).__name__, "nothing: it has no such buffer")
     given = _bound(entry, specs, named)
@@ -167,7 +174,8 @@ def request_for(
         for name, spec in given.items()
     )
     buffer = None if out is None else _meta(out, False, entry.name, "out")
-    call, _ = call_spec(op, inputs, buffer)
+    outputs, dims, device = type(op)._signature(op, *inputs, buffer)
+    call, _ = call_spec(op, inputs, buffer, (outputs, dims, device or _META))
 
     def there(name: str, spec: TensorSpec | None) -> TensorSpec | None:
         if spec is None or name in host:
@@ -294,10 +302,10 @@ def compile_requests(
         for request, index in users:
             request.codes[index] = outcomes[n]
     _raise_first(requests)
-    current = torch.cuda.device(place.device) if place.facts.type == "cuda" else nullcontext()
     for request in requests:
         if request.load is not None:
-            with current:
+            there = request.call.device
+            with torch.cuda.device(there.index) if there.type == "cuda" else nullcontext():
                 request.load()
     rows = [row for request in requests for row in _rows(request)]
     return Prepared(str(place), tuple(dict.fromkeys(rows)), time.perf_counter() - begin)
@@ -344,7 +352,4 @@ def prepare_op(
 
         given = named if out is None else {**named, "out": out}
         return prepare(op, *specs, device=device, jobs=jobs, progress=False, **given)
-    if not entry.has_boundary:
-        only = PreparedKernel(repr(op), "decomposition", note="it takes no tensors")
-        return Prepared(str(place), (only,), 0.0)
     return compile_requests([request_for(op._state, specs, named, out, place)], place, jobs, False)

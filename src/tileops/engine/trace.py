@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from tileops.engine.asked import Dataless
+from tileops.engine.asked import Dataless, noting
 from tileops.engine.boundary.instances import OpState, resolve
 from tileops.engine.errors import TileopsError
 from tileops.engine.kernel import TensorSpec
@@ -61,7 +61,8 @@ def prepare(
     seen: dict[Any, Request] = {}
     with torch.no_grad(), _Calls() as calls:
         try:
-            with Dataless():  # what it makes on a device that is not here
+            # What it makes on a device that is not here has no data either.
+            with Dataless(), noting(lambda state: calls.found.append((state, (), None))):
                 _call(function, args, kwargs)
         except RuntimeError as error:
             error.add_note("tileops.prepare calls with tensors that have no data: what branches on "

@@ -9,20 +9,35 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from tileops.explain.model_run import (
+    Buffer,
+    CacheLookup,
+    Call,
+    Candidate,
+    CudaGraphs,
+    GraphRun,
+    Group,
+    Inductor,
+    Kernel,
+    Line,
+    Measured,
+    Phase,
+    Unfused,
+)
+
+__all__ = [
+    "Break", "Buffer", "CacheLookup", "Call", "Candidate", "Compilation", "CudaGraphs", "Decomposition",
+    "Dispatch", "DispatchEntry", "DispatchStep", "Failure", "Graph", "GraphRun", "Group", "Guard", "Guards",
+    "Inductor", "Inlined", "Kept", "Kernel", "Line", "Loop", "Measured", "NearMiss", "Node",
+    "Normalisation", "OpNode", "Partition", "Phase", "Recompile", "Report", "Rewrite", "Unfused",
+    "Unknown",
+]  # fmt: skip
 
 FORMAT = 1
 """Goes up when a field changes its meaning or goes."""
-
-
-@dataclass
-class Line:
-    """A line of the user's source."""
-
-    file: str
-    number: int
-    function: str = ""
-    text: str = ""
 
 
 @dataclass
@@ -81,7 +96,8 @@ class Break:
     """A place where a graph ends and Python takes over."""
 
     kind: str
-    """``print``, ``item``, ``branch``, ``builtin``, ``generator``, ``skipped``, ``other``"""
+    """``print``, ``item``, ``branch``, ``shape``: a size that depends on data, ``generator``, ``raise``,
+    ``backward``, ``asked``: by ``graph_break()``, ``builtin``, ``skipped``, ``other``"""
     reason: str
     at: Line | None
     stack: list[Line]
@@ -92,9 +108,12 @@ class Break:
     crossing: list[Node] | None = None
     """Tensors that leave the graph here, and so live in memory."""
     extra_launches: int | None = None
-    """Calls of compiled graphs that a call makes for this break."""
+    """Calls of compiled graphs that a call makes for this break; counted where it is measured."""
     synchronizations: int | None = None
-    """Unknown until a run is measured."""
+    """Times that a call waits here for the device; on the CPU, where nothing waits, calls of ``item``.
+    Unknown unless measured."""
+    python_us: float | None = None
+    """From the end of the graph to the search for the next one, in one call. Unknown unless measured."""
 
 
 # ---- guards --------------------------------------------------------------------------------------
@@ -111,7 +130,8 @@ class Guard:
     code: str
     at: Line | None = None
     properties: dict[str, Any] = field(default_factory=dict)
-    """Of a tensor: dtype, device, size, stride, requires_grad."""
+    """Of a tensor: dtype, device, size, stride, requires_grad. Of a size that may vary: dimension, and
+    min and max, which it has where they are known."""
 
 
 @dataclass
@@ -119,6 +139,8 @@ class Guards:
     guards: list[Guard]
     check_us: float | None
     """Of one check, measured by torch."""
+    lookup_us: float | None = None
+    """Of finding this version in a call, all checks included. Unknown unless measured."""
 
 
 @dataclass
@@ -142,6 +164,8 @@ class Recompile:
     count: int
     """Compilations of this code so far, this one included."""
     limit: int | None
+    gave_up: bool = False
+    """The limit is passed: nothing was compiled, and such calls run without torch.compile."""
 
 
 # ---- dispatcher ----------------------------------------------------------------------------------
@@ -170,7 +194,9 @@ class Dispatch:
     operator: str
     table: list[DispatchEntry]
     visited: list[DispatchStep] | None
-    """For a call with the arguments seen."""
+    """By a call with plain tensors of the device seen, in the modes of the thread."""
+    functional: list[DispatchStep] | None = None
+    """By a call with tensors that torch wraps to make a graph functional."""
 
 
 # ---- normalisation -------------------------------------------------------------------------------
@@ -226,124 +252,6 @@ class Normalisation:
     """None: no gradient is asked for, or unknown."""
 
 
-# ---- inductor ------------------------------------------------------------------------------------
-
-
-@dataclass
-class Group:
-    """What Inductor's scheduler fused into one loop nest."""
-
-    name: str
-    """As Inductor counts: ``op0_op1``."""
-    kind: str
-    """As :attr:`Kernel.kind`."""
-    parts: list[str]
-    """Kind of each thing that was fused, in order."""
-    nodes: list[str]
-    buffers: list[str]
-
-
-@dataclass
-class Kernel:
-    """One launch: a generated function, or a call of a library's."""
-
-    name: str
-    kind: str
-    """``pointwise``, ``reduction``, ``template``, ``extern``, ``tileops``"""
-    language: str
-    """``triton``, ``cpp``, ``extern``"""
-    groups: list[Group] | None
-    """On the CPU one function may hold several loop nests. None: the code came from a cache."""
-    nodes: list[str] | None
-    """Of the ATen graph, that it computes."""
-    lines: list[Line]
-    """Of the user, that it computes."""
-    code: str | None
-    schedule: dict[str, Any]
-    """GPU: XBLOCK, num_warps ...; CPU: loops (order and length), vector, parallel."""
-    time_us: float | None = None
-    """Device time of one call; unknown until a run is measured."""
-    bytes: int | None = None
-    bandwidth_fraction: float | None = None
-
-
-@dataclass
-class Unfused:
-    """Neighbours that stayed apart."""
-
-    first: str
-    second: str
-    first_nodes: list[str]
-    second_nodes: list[str]
-    reason: str | None
-    """None: torch gave none."""
-
-
-@dataclass
-class Buffer:
-    name: str
-    bytes: int | None
-    reuses: str | None
-    """The dead buffer whose memory it takes."""
-
-
-@dataclass
-class Candidate:
-    kernel: str
-    time_us: float
-    chosen: bool
-
-
-@dataclass
-class Inductor:
-    """One graph through Inductor. Forward and backward each have one."""
-
-    stage: str
-    kernels: list[Kernel]
-    unfused: list[Unfused] | None
-    buffers: list[Buffer]
-    """That it allocates, in order."""
-    candidates: list[Candidate] | None
-    code: str
-    path: str | None
-
-
-# ---- run -----------------------------------------------------------------------------------------
-
-
-@dataclass
-class CacheLookup:
-    level: str
-    """``dynamo``, ``aot_autograd``, ``fx_graph``, ``tileops``"""
-    outcome: str
-    """``hit``, ``miss``, ``bypass``"""
-    key: str | None
-    reason: str | None = None
-
-
-@dataclass
-class Phase:
-    name: str
-    seconds: float
-
-
-@dataclass
-class CudaGraphs:
-    used: bool | None
-    reason: str | None
-    """Why they were skipped."""
-
-
-@dataclass
-class Call:
-    """One call of compiled code."""
-
-    function: str
-    seconds: float
-    compiled: list[str]
-    """Ids of the compilations that it caused."""
-
-
 # ---- tileops -------------------------------------------------------------------------------------
 
 
@@ -362,9 +270,20 @@ class OpNode:
     identity: str | None
     plan_hit: bool | None
     substituted_from: list[Line]
+    """The user's plain PyTorch that the backend "tileops" replaced by this op."""
     fused_into: str | None
+    """The kernels that compute it with its neighbours."""
     not_fused: str | None
     """Why it stays a kernel of its own."""
+
+
+@dataclass
+class NearMiss:
+    """Plain PyTorch that is nearly an op of this library, or an op that might have been rewritten."""
+
+    op: str
+    at: Line | None
+    reason: str
 
 
 # ---- the whole -----------------------------------------------------------------------------------
@@ -393,6 +312,7 @@ class Compilation:
     phases: list[Phase] = field(default_factory=list)
     cuda_graphs: CudaGraphs | None = None
     ops: list[OpNode] = field(default_factory=list)
+    near_misses: list[NearMiss] = field(default_factory=list)
     error: str | None = None
 
 
@@ -415,6 +335,10 @@ class Report:
     calls: list[Call] | None = None
     """None: the calls were the user's own."""
     eager_ops: list[OpNode] = field(default_factory=list)
+    caches: list[CacheLookup] = field(default_factory=list)
+    """Of this library's own kernels."""
+    measured: Measured | None = None
+    """None: nothing was measured."""
     unknown: list[Unknown] = field(default_factory=list)
     sources: dict[str, str] = field(default_factory=dict)
     """Text of the user's files that lines point to."""
@@ -445,11 +369,17 @@ class Report:
     def to_json(self, indent: int | None = None) -> str:
         return json.dumps(self.plain(), indent=indent)
 
-    def show(self, *, width: int | None = None) -> None:
-        """Print it for a terminal."""
+    def show(self, *stages: str, width: int | None = None) -> None:
+        """Print it for a terminal: all, or the summary and ``stages`` such as ``"breaks"``."""
         from tileops.explain.views.terminal import render
 
-        print(render(self, width=width))
+        print(render(self, *stages, width=width))
+
+    def to_html(self, path: str | Path) -> None:
+        """Write one self-contained page."""
+        from tileops.explain.views.html import render
+
+        Path(path).write_text(render(self), encoding="utf-8")
 
 
 def _plain(value: Any) -> Any:

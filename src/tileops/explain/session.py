@@ -5,42 +5,56 @@ from __future__ import annotations
 import contextlib
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from tileops.engine.record import recording
 from tileops.explain import torch_private as private
 from tileops.explain.collect.assemble import assemble
-from tileops.explain.collect.events import Events
+from tileops.explain.collect.events import Event, Events
+from tileops.explain.collect.measure import CALL, attach, kernels_marked
 from tileops.explain.model import Call, Report
 
-__all__ = ["explain", "explaining"]
+__all__ = ["explain", "explain_into", "explaining"]
+
+_REPEATS = 3
+"""Of a measured call: times are medians."""
 
 
 @contextlib.contextmanager
-def explaining(title: str = "") -> Iterator[Report]:
+def explaining(title: str = "", *, measure: bool = False) -> Iterator[Report]:
     """Explain what the block compiles and runs, by its own calls of compiled code.
 
     The report is filled when the block ends, also by an exception. Caches are the user's own, so
-    what was compiled before the block shows only where it is compiled again.
+    what was compiled before the block shows only where it is compiled again. ``measure=True`` runs
+    the block under torch's profiler and reports the median call that compiled nothing.
     """
-    with _explaining(Report(title=title), None) as report:
-        yield report
+    report = Report(title=title)
+    profile = None
+    try:
+        with _explaining(report, None), private.profiled() if measure else _nothing() as profile:
+            yield report
+    finally:
+        if profile is not None:
+            attach(report, profile)
 
 
 @contextlib.contextmanager
-def _explaining(report: Report, cuda_graphs: bool | None) -> Iterator[Report]:
+def _nothing() -> Iterator[None]:
+    yield None
+
+
+@contextlib.contextmanager
+def _explaining(report: Report, cuda_graphs: bool | None) -> Iterator[list[Event]]:
     events = Events()
     report.torch = torch.__version__
     report.device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    recorded: list[Any] = []
     try:
-        with recording() as recorded, events.listening():
-            yield report
+        with events.listening():
+            yield events.seen
     finally:
-        assemble(report, events.seen, recorded, cuda_graphs=cuda_graphs)
+        assemble(report, events, cuda_graphs=cuda_graphs)
 
 
 def explain(
@@ -52,16 +66,46 @@ def explain(
     mode: str | None = None,
     training: bool | None = None,
     fullgraph: bool = False,
+    then: Sequence[tuple[Any, ...]] = (),
+    measure: bool = False,
 ) -> Report:
-    """Compile a function or module, call it once with ``args``, and say what torch did.
+    """Compile a function or module, call it once with ``args``, and say what torch did. Of what
+    ``torch.compile`` made, the function or module under it is taken.
 
     ``training=True`` also runs backward (``.grad`` stays as it is); ``False`` calls without
     gradients; ``None`` takes the grad mode as it is. Compiled versions, disk caches and what torch
     learnt about sizes are private to the call and dropped, so every stage is shown cold. The
-    result is :attr:`Report.result`.
+    result is :attr:`Report.result`. ``then``: arguments of further calls, which may recompile.
+
+    ``measure=True`` calls it some times more, warm and with copies of its tensors, for the time of
+    kernels, gaps and synchronisations; what else it writes, it writes again.
     """
+    report = Report()
+    explain_into(
+        report, target, args, kwargs or {}, backend=backend, dynamic=dynamic, mode=mode,
+        training=training, fullgraph=fullgraph, then=then, measure=measure,
+    )  # fmt: skip
+    return report
+
+
+def explain_into(
+    report: Report,
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    backend: str | Callable[..., Any],
+    dynamic: bool | None,
+    mode: str | None,
+    training: bool | None,
+    fullgraph: bool = False,
+    then: Sequence[tuple[Any, ...]] = (),
+    measure: bool = False,
+) -> None:
+    """:func:`explain` into a report that holds what was seen also where the call raises."""
+    target = private.plain_of(target)
     name = getattr(target, "__qualname__", None) or type(target).__name__
-    report = Report(title=name)
+    report.title = name
     chosen = {
         "backend": backend,
         "dynamic": dynamic,
@@ -71,21 +115,65 @@ def explain(
     }
     report.settings = {key: _plain(value) for key, value in chosen.items()}
     graphs = mode in ("reduce-overhead", "max-autotune") or backend == "cudagraphs"
-    tensors = _tensors(target, args, kwargs or {})
-    cpu = backend == "inductor" and any(each.device.type == "cpu" for each in tensors)
+    tensors = _tensors(target, args, kwargs)
+    cpu = backend in ("inductor", "tileops") and any(each.device.type == "cpu" for each in tensors)
+
+    def call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        with torch.set_grad_enabled(torch.is_grad_enabled() if training is None else training):
+            result = compiled(*args, **kwargs)
+            if training:
+                _backward(_tensors(target, args, kwargs), result)
+        return result
+
     with private.untouched(cpu=cpu):
         compiled = torch.compile(
             _own_code(target), backend=backend, dynamic=dynamic, mode=mode, fullgraph=fullgraph
         )
-        with _explaining(report, graphs):
-            started = time.perf_counter()
-            with torch.set_grad_enabled(torch.is_grad_enabled() if training is None else training):
-                report.result = compiled(*args, **(kwargs or {}))
-                if training:
-                    _backward(tensors, report.result)
-            seconds = time.perf_counter() - started
-    report.calls = [Call(name, seconds, [one.id for one in report.compilations])]
-    return report
+        calls = []
+        with _explaining(report, graphs) as seen:
+            for given in (args, *then):
+                started, before = time.perf_counter(), len(seen)
+                result = call(given, kwargs)
+                calls.append(
+                    (time.perf_counter() - started, {each.place for each in seen[before:]})
+                )
+                report.result = result if given is args else report.result
+        report.calls = [
+            Call(name, seconds, [one.id for one in report.compilations if one.id in places])
+            for seconds, places in calls
+        ]
+        if measure:
+            _measure(report, lambda: call(*_copies((args, dict(kwargs)))))
+
+
+def _measure(report: Report, call: Callable[[], Any]) -> None:
+    """A call to warm up, some for the whole, and some for C++ kernels, whose marks cost time."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    with torch.random.fork_rng(devices):
+        call()
+        with private.profiled() as plain:
+            for _ in range(_REPEATS):
+                with private.span(CALL):
+                    call()
+                if devices:
+                    torch.cuda.synchronize()
+        with kernels_marked(report), private.profiled() as marked:
+            for _ in range(_REPEATS):
+                call()
+    attach(report, plain, marked)
+
+
+def _copies(given: Any) -> Any:
+    """The same with tensors of their own, which torch's guards cannot tell from the given ones."""
+
+    def copied(leaf: Any) -> Any:
+        if type(leaf) is not torch.Tensor:
+            return leaf
+        made = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        vars(made).update(vars(leaf))
+        return made
+
+    return torch.utils._pytree.tree_map(copied, given)
 
 
 def _plain(value: Any) -> Any:
@@ -122,4 +210,4 @@ def _backward(given: list[torch.Tensor], result: Any) -> None:
     outputs = [each for each in _tensors(result) if each.requires_grad]
     if wanted and outputs:
         ones = [torch.ones_like(each) for each in outputs]
-        torch.autograd.grad(outputs, wanted, ones, allow_unused=True, retain_graph=True)
+        torch.autograd.grad(outputs, wanted, ones, allow_unused=True)

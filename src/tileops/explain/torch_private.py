@@ -1,6 +1,7 @@
 """The only door to what torch keeps private (2.11 to 2.14); each adapter has its test.
 
-An adapter that a release does not serve returns None, and the report says "unknown".
+An adapter that a release does not serve returns None, and the report says "unknown" and why. What
+keeps a run from changing anything has no such way out: without it nothing is explained.
 """
 
 from __future__ import annotations
@@ -10,17 +11,23 @@ import copy
 import functools
 import logging
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
 __all__ = [
-    "CUDAGRAPHS", "FUSION", "POST_FUSION", "TRACE", "TRACE_CALL", "TRACE_SOURCE", "compile_place",
-    "compiled_times", "computed_table", "is_torch_file", "key_set", "limit", "node_stacks",
-    "on_autotune", "recompiled_frame", "redispatch", "tapped", "untouched",
+    "CUDAGRAPHS", "FUSION", "POST_FUSION", "TRACE", "TRACE_CALL", "TRACE_SOURCE", "Profile", "Span",
+    "compile_place", "compiled_times", "computed_table", "generated_names", "is_torch_file", "key_set",
+    "launched_with", "library", "limit", "memory_gbps", "node_stacks", "on_autotune", "plain_of",
+    "profiled", "recompiled_frame", "redispatch", "span", "tapped", "untouched",
 ]  # fmt: skip
 
 TRACE = "torch.__trace"
@@ -32,20 +39,44 @@ POST_FUSION = "torch._inductor.debug.__ir_post_fusion"
 CUDAGRAPHS = "torch._inductor.cudagraph_utils.__cudagraphs"
 
 
-class _Tap(logging.Handler):
-    """Takes every record, and passes on those that would have been seen without it."""
+missing: dict[str, str] = {}
+"""What adapters are for that this torch does not serve → what it lacks."""
 
-    def __init__(self, logger: logging.Logger, take: Callable[[logging.LogRecord], None]) -> None:
+
+def _adapter(function: Callable[_P, _T]) -> Callable[_P, _T | None]:
+    """None where torch lacks something that the adapter names; :data:`missing` says so."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T | None:
+        try:
+            return function(*args, **kwargs)
+        except (AttributeError, ImportError) as error:
+            purpose = (function.__doc__ or function.__name__).split(".", 1)[0].split("\n\n")[0]
+            missing[" ".join(purpose.split())] = f"torch {torch.__version__}: {error}"
+            return None
+
+    return call
+
+
+class _Tap(logging.Handler):
+    """Takes every record of a logger, and passes on those that would have been seen without it."""
+
+    def __init__(self, logger: logging.Logger) -> None:
         super().__init__(logging.DEBUG)
-        self.logger, self.take = logger, take
+        self.logger = logger
+        self.takers: list[Callable[[logging.LogRecord], None]] = []
         self.before = (logger.level, logger.propagate, list(logger.handlers))
         self.visible = logger.getEffectiveLevel()
+        logger.handlers[:] = [self]
+        logger.propagate = False
+        logger.setLevel(logging.DEBUG)
 
     def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self.take(record)
-        except Exception:  # noqa: BLE001  (a tap must never end the compilation it watches)
-            self.handleError(record)
+        for take in list(self.takers):
+            try:
+                take(record)
+            except Exception:  # noqa: BLE001  (a tap must never end the compilation it watches)
+                self.handleError(record)
         _, propagate, handlers = self.before
         if record.levelno < self.visible:
             return
@@ -55,45 +86,66 @@ class _Tap(logging.Handler):
         if propagate and self.logger.parent is not None:
             self.logger.parent.callHandlers(record)
 
+    def end(self) -> None:
+        """The logger as it was, and what others have added; as it is, where somebody reset it."""
+        if self not in self.logger.handlers:
+            return
+        level, propagate, handlers = self.before
+        added = [each for each in self.logger.handlers if each is not self]
+        self.logger.handlers[:] = handlers + added
+        self.logger.propagate = propagate
+        self.logger.setLevel(level)
+
+
+_taps: dict[str, _Tap] = {}
+_taps_lock = threading.Lock()
+
 
 @contextlib.contextmanager
 def tapped(names: dict[str, Callable[[logging.LogRecord], None]]) -> Iterator[None]:
-    """Listen to these loggers; afterwards they are as before, and others saw what they would have."""
-    taps = []
-    try:
+    """Listen to these loggers; afterwards they are as before, and others saw what they would have.
+
+    Sessions of several threads overlap in any order, so they share one tap of each logger.
+    """
+    with _taps_lock:
         for name, take in names.items():
-            logger = logging.getLogger(name)
-            tap = _Tap(logger, take)
-            taps.append(tap)
-            logger.handlers[:] = [tap]
-            logger.propagate = False
-            logger.setLevel(logging.DEBUG)
+            tap = _taps.get(name)
+            if tap is None or tap not in tap.logger.handlers:
+                tap = _taps[name] = _Tap(logging.getLogger(name))
+            tap.takers.append(take)
+    try:
         yield
     finally:
-        for tap in taps:
-            level, propagate, handlers = tap.before
-            tap.logger.handlers[:] = handlers
-            tap.logger.propagate = propagate
-            tap.logger.setLevel(level)
+        with _taps_lock:
+            for name, take in names.items():
+                tap = _taps.get(name)
+                if tap is not None:
+                    tap.takers[:] = [each for each in tap.takers if each is not take]
+                    if not tap.takers:
+                        _taps.pop(name).end()
 
 
+@_adapter
 def compile_place() -> tuple[str, int] | None:
     """Id and attempt of the compilation that this thread is in."""
     place = torch._guards.CompileContext.current_trace_id()
     return None if place is None else (str(place.compile_id), place.attempt)
 
 
-def recompiled_frame() -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Locals and globals of the user's call that a guard has just refused."""
+@_adapter
+def recompiled_frame() -> tuple[dict[str, Any], dict[str, Any], types.CodeType] | None:
+    """Locals, globals and code of the user's call that a guard has just refused. Not its frame: that
+    is torch's own object, and gone after the check."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "get_and_maybe_log_recompilation_reasons":
             user = frame.f_locals.get("frame")
-            return None if user is None else (user.f_locals, user.f_globals)
+            return None if user is None else (user.f_locals, user.f_globals, user.f_code)
         frame = frame.f_back  # type: ignore[assignment]
     return None
 
 
+@_adapter
 def node_stacks() -> list[dict[str, str]]:
     """For each graph at hand where torch has just printed one: the user's stack of each node.
 
@@ -111,13 +163,12 @@ def node_stacks() -> list[dict[str, str]]:
     ]
 
 
+@_adapter
 def on_autotune(take: Callable[[str, dict[str, float]], None]) -> Callable[[], None] | None:
     """Call ``take`` with each choice that Inductor times: what for, and milliseconds by candidate.
     Gives what ends it. Inductor must be loaded: a session costs nothing where it is not used."""
-    try:
-        from torch._inductor.select_algorithm import get_algorithm_selector_cache
-    except ImportError:
-        return None
+    from torch._inductor.select_algorithm import get_algorithm_selector_cache
+
     cache = get_algorithm_selector_cache()
 
     def saver(timings: dict[Any, float], name: str, *_: Any) -> None:
@@ -131,28 +182,32 @@ def on_autotune(take: Callable[[str, dict[str, float]], None]) -> Callable[[], N
     return end
 
 
+@_adapter
 def limit() -> int | None:
     """Compilations of one code after which Dynamo gives up."""
-    return getattr(torch._dynamo.config, "recompile_limit", None)
+    found: int = torch._dynamo.config.recompile_limit
+    return found
 
 
 # ---- the dispatcher ------------------------------------------------------------------------------
 
 
+@_adapter
 def computed_table(operator: str) -> str | None:
     """Torch's own text: a line for each dispatch key that something serves."""
     try:
         return torch._C._dispatch_dump_table(operator) or None
-    except (AttributeError, RuntimeError):
+    except RuntimeError:
         return None
 
 
-def key_set(device: str, *, gradient: bool) -> Any:
-    """The keys that a plain tensor of this device brings to a call, less what threads exclude."""
+@_adapter
+def key_set(device: str, *, functional: bool = False) -> Any:
+    """The keys that a plain tensor of this device brings to a call, less what threads exclude.
+    ``functional``: a tensor wrapped for the time in which torch makes a graph functional."""
     backend = torch._C._dispatch_key_for_device(device)
     names = [backend, "ADInplaceOrView", f"Autograd{backend}", f"Autocast{backend}"]
-    if not gradient:  # inference tensors bring neither
-        names = [name for name in names if not name.startswith(("ADInplace", "Autograd"))]
+    names += ["Functionalize"] if functional else []
     keys = None
     for name in names:
         try:
@@ -163,13 +218,128 @@ def key_set(device: str, *, gradient: bool) -> Any:
     return None if keys is None else keys - torch._C._dispatch_tls_local_exclude_set()
 
 
-def redispatch(keys: Any) -> Iterator[tuple[str, Any]]:
-    """Each key in the order of priority, with the set that remains below it."""
+@_adapter
+def redispatch(keys: Any) -> list[tuple[str, Any]]:
+    """Dispatch keys in the order of priority, each with the set that remains below it."""
     undefined = torch._C.DispatchKey.Undefined
+    found = []
     while (key := keys.highestPriorityTypeId()) != undefined:
-        below = keys & torch._C._dispatch_keyset_full_after(key)
-        yield torch._C._dispatch_key_name(key), below
-        keys = below
+        keys = keys & torch._C._dispatch_keyset_full_after(key)
+        found.append((torch._C._dispatch_key_name(key), keys))
+    return found
+
+
+# ---- a measured run ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something with a name that took time, in microseconds."""
+
+    name: str
+    start: float
+    end: float
+    thread: int = 0
+    kernels: tuple[tuple[str, float], ...] = ()
+    """Launched by it on a GPU, and how long each ran."""
+
+
+@dataclass
+class Profile:
+    host: list[Span] = field(default_factory=list)
+    device: list[Span] = field(default_factory=list)
+    """Kernels and copies on a GPU."""
+    why: str | None = None
+    """Why there is none."""
+
+
+@_adapter
+def _is_profiling() -> bool:
+    """Whether a profiler of torch runs already."""
+    found: bool = torch._C._autograd._profiler_enabled()
+    return found
+
+
+@contextlib.contextmanager
+def profiled() -> Iterator[Profile]:
+    """What torch's profiler sees of the block, filled in when it ends."""
+    made = Profile()
+    if _is_profiling() is not False:
+        made.why = "another profiler of torch is running, and there can be one"
+        yield made
+        return
+    cuda = torch.cuda.is_available()
+    profiler = torch.autograd.profiler.profile(use_device="cuda" if cuda else None, use_kineto=cuda)
+    try:
+        with profiler:
+            yield made
+    finally:
+        for event in profiler.function_events or ():
+            kernels = tuple((kernel.name, kernel.duration) for kernel in event.kernels)
+            times = event.time_range
+            seen = Span(event.name, times.start, times.end, event.thread, kernels)
+            if event.device_type.name == "CPU":
+                made.host.append(seen)
+            elif not getattr(event, "is_user_annotation", False):  # the echo of a span of the host
+                made.device.append(seen)
+
+
+def span(name: str) -> contextlib.AbstractContextManager[Any]:
+    """Leaves a span in a profile, as cheaply as this torch can."""
+    fast = getattr(
+        torch._C._profiler, "_RecordFunctionFast", torch.autograd.profiler.record_function
+    )
+    made: contextlib.AbstractContextManager[Any] = fast(name)
+    return made
+
+
+@_adapter
+def generated_names(path: str) -> list[dict[str, Any]]:
+    """Names in the modules that Inductor wrote to ``path``: loaded with other constants, one is two."""
+    cache = sys.modules.get("torch._inductor.codecache")
+    loaded = cache.PyCodeCache.modules if cache is not None else ()
+    return [vars(each) for each in loaded if getattr(each, "__file__", None) == path]
+
+
+def _generated(path: str, name: str) -> Any:
+    found = [names[name] for names in generated_names(path) or () if name in names]
+    return found[-1] if found else None
+
+
+@_adapter
+def library(path: str, kernel: str) -> str | None:
+    """The file with the machine code of a C++ kernel in the module at ``path``."""
+    return getattr(getattr(_generated(path, kernel), "__self__", None), "__file__", None)
+
+
+@_adapter
+def launched_with(path: str, kernel: str) -> dict[str, Any]:
+    """Block sizes, warps and stages of a Triton kernel in the module at ``path``, and what its machine
+    code takes. Empty before its first launch, which chooses."""
+    launchers: list[Any] = list(getattr(_generated(path, kernel), "launchers", None) or ())
+    if len(launchers) != 1:
+        return {}
+    config = launchers[0].config
+    found = {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
+    taken = {name: getattr(launchers[0], name, None) for name in ("n_regs", "n_spills", "shared")}
+    return found | {name: value for name, value in taken.items() if value is not None}
+
+
+def plain_of(function: Any) -> Any:
+    """The function or module that ``torch.compile`` made this of; else the thing itself."""
+    if isinstance(function, torch._dynamo.eval_frame.OptimizedModule):
+        return function._orig_mod
+    return getattr(function, "_torchdynamo_orig_callable", function)
+
+
+@_adapter
+def memory_gbps() -> float | None:
+    """Of the current GPU's memory, from its clock and bus; both edges of the clock carry data."""
+    if not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_properties()
+    clock, width = getattr(found, "memory_clock_rate", 0), getattr(found, "memory_bus_width", 0)
+    return 2 * clock * 1e3 * width / 8 / 1e9 if clock and width else None
 
 
 # ---- caches and state ----------------------------------------------------------------------------
@@ -178,11 +348,15 @@ def redispatch(keys: Any) -> Iterator[tuple[str, Any]]:
 @contextlib.contextmanager
 def untouched(*, cpu: bool) -> Iterator[None]:
     """What the block compiles, and what torch learns by it, is gone afterwards. ``cpu``: it may
-    compile C++."""
-    if cpu:
-        _probe_processor()
-    with _private_disk(), _same_shapes_state(), _forgotten_code():
-        yield
+    compile C++. One block at a time: the cache's place is a variable of the process."""
+    with _alone:
+        if cpu:
+            _probe_processor()
+        with _private_disk(), _same_shapes_state(), _forgotten_code():
+            yield
+
+
+_alone = threading.RLock()
 
 
 def _probe_processor() -> None:
@@ -198,8 +372,16 @@ def _private_disk() -> Iterator[None]:
     """An empty cache directory meanwhile. Compiled C++ headers stay shared: torch keeps those apart."""
     from torch._inductor.utils import fresh_cache
 
-    with fresh_cache():
-        yield
+    failed = None
+    with (
+        fresh_cache()
+    ):  # which would leave its directory behind, and say so, if it saw an exception
+        try:
+            yield
+        except BaseException as error:  # noqa: BLE001
+            failed = error
+    if failed is not None:
+        raise failed
 
 
 @contextlib.contextmanager

@@ -24,7 +24,9 @@ __all__ = ["backend"]
 
 OPTION = "tileops.fusion"
 """The one option that is ours; all others are Inductor's."""
-PASSES = ("substitution:substitute", "placement:place", "products:unroll")
+AUTOTUNE = ("max_autotune", "max_autotune_gemm")
+"""Inductor's options, given or implied by the mode, under which it times templates of its own."""
+PASSES = ("substitution:substitute", "placement:place", "epilogues:take", "products:unroll")
 """In order; each takes the ``Rewrite``."""
 
 
@@ -44,7 +46,10 @@ def backend(
     own = dict(options or {})
     policy = own.pop(OPTION, None)
     inductor = torch._TorchCompileInductorWrapper(mode, own, None)
-    rewrite = begin(module, None if policy is None else check_policy(policy))
+    settings = {name: inductor.config.get(name, False) for name in AUTOTUNE}
+    rewrite = begin(
+        module, None if policy is None else check_policy(policy), any(settings.values())
+    )
     if rewrite is None:
         return inductor(module, example_inputs)
     captured = GraphModule(module, copy.deepcopy(module.graph))

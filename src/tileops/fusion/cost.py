@@ -8,23 +8,32 @@ where ``saved + OVERHEAD >= ADVANTAGE * moved``, in bytes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from tileops.engine.kernel import CallSpec, TensorSpec
 from tileops.engine.manifest.entry import Entry
+from tileops.engine.op import Op
 from tileops.engine.pattern import Pattern
+from tileops.engine.plan import in_tree_kernels
+from tileops.engine.select import select
+from tileops.engine.targets import device_facts
 from tileops.fusion.graph import fusable, tensors_of, value_of
 
 __all__ = [
     "ADVANTAGE",
+    "APART",
     "LONGEST_ROW",
     "ON_ONE_CORE",
     "OVERHEAD",
     "Estimate",
     "brings_nothing",
+    "epilogue_loses",
     "estimate",
     "one_row_pays",
     "slowly_wide",
@@ -153,3 +162,38 @@ def brings_nothing(entry: Entry, pattern: Pattern, device: str, gradient: bool) 
     if ADVANTAGE.get(device, {}).get(entry.kind, 0.0) > 0.0:
         return ""
     return f"on {device} its own kernel is no faster than Inductor's code"
+
+
+# ---- epilogues of products -----------------------------------------------------------------------
+
+APART = "cublas_then_finish"
+"""The kernel that does what Inductor does: the library's product, then one kernel over its result."""
+
+
+def epilogue_loses(
+    op: Op, inputs: Mapping[str, Any], outputs: Mapping[str, Any], device: torch.device
+) -> str:
+    """Why the op of a product with an epilogue would not be faster than both apart; '' where it would.
+
+    By the times that its in-tree kernels declare. ``inputs`` and ``outputs``: fake values by name; their
+    symbolic sizes count as hinted.
+    """
+    facts = device_facts(device)
+    if facts.type != "cuda":
+        return f"on {facts.type} Inductor's code for what follows a product is as fast"
+    call = CallSpec(
+        type(op).__name__, SimpleNamespace(**op._params), {},
+        {name: _spec(value) for name, value in inputs.items()},
+        {name: _spec(value) for name, value in outputs.items()}, facts,
+    )  # fmt: skip
+    found = select(call, in_tree_kernels(type(op), facts.type))
+    if found.kernel.name != APART and not found.kernel.last_resort:
+        return ""
+    others = "; ".join(f"{name}: {why}" for name, why in found.refused)
+    return f"the library's product and a kernel after it are as fast ({others})"
+
+
+def _spec(value: Any) -> TensorSpec | None:
+    if value is None:
+        return None
+    return TensorSpec.contiguous_of(tuple(map(_hint, value.shape)), value.dtype, value.device)

@@ -34,6 +34,8 @@ def value_of(node: Any) -> Any:
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """The tensors in a value."""
+    if isinstance(value, torch.Tensor):
+        return [value]  # most are: a tree costs much more
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 

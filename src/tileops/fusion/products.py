@@ -8,7 +8,7 @@ product it stays a library's call, which in float32 was seen to use one core.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Node
@@ -45,13 +45,12 @@ class OneRow:
 
 def one_row(node: Node) -> OneRow | None:
     """The product that a node computes, where its left operand is one row."""
-    name, args = canonical(node), node.args
-    given: dict[str, Any]
+    name, args = canonical(node), cast("tuple[Any, ...]", node.args)
     if name == "linear":
         given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **node.kwargs}
         found = OneRow(given["input"], given["weight"], False, given.get("bias"))
     elif name in ("mm", "matmul") and len(args) == 2 and not node.kwargs:
-        found = OneRow(*args, transposed=True)  # type: ignore[arg-type]
+        found = OneRow(args[0], args[1], True)
     elif (call := call_of(node)) is not None and call.name == "GEMMFwdOp":
         a, b = call.arguments
         found = OneRow(a, b, not call.op._params["trans_b"], call=call)

@@ -106,7 +106,7 @@ class _Pass:
         except TileopsError as error:
             raise NoMatchError(str(error)) from None
         inputs = _inputs(op, proof)
-        reason = self._unwanted(op, one.pattern, proof, inputs)
+        reason = self._unwanted(op, one.pattern, proof)
         if reason:
             self.covered |= proof.region
             self.rewrite.report.add("declined", root, one.entry.name, reason=reason)
@@ -127,9 +127,7 @@ class _Pass:
         )
         _sweep(self.rewrite, proof.region)
 
-    def _unwanted(
-        self, op: Op, pattern: Pattern, proof: Proof, inputs: tuple[str | None, ...]
-    ) -> str:
+    def _unwanted(self, op: Op, pattern: Pattern, proof: Proof) -> str:
         """Why plain PyTorch should stay."""
         said, by = policy_of(proof.root, "auto", self.rewrite.policy)
         if said == "never":
@@ -138,8 +136,8 @@ class _Pass:
             return ""
         if proof.shared is not None:
             return f"{proof.shared.name} is used beyond it and would be computed twice"
-        grad = any(value_of(proof.inputs[n].node).requires_grad for n in inputs if n is not None)
-        return brings_nothing(op.entry, pattern, proof.device.type, grad)
+        gradient = value_of(proof.root).requires_grad
+        return brings_nothing(op.entry, pattern, proof.device.type, gradient)
 
 
 def _call(
@@ -173,7 +171,8 @@ def _inputs(op: Op, proof: Proof) -> tuple[str | None, ...]:
         there = item.name in proof.inputs
         if there:
             value = value_of(proof.inputs[item.name].node)
-            if value.requires_grad and item not in gradients:
+            asked = value.requires_grad and value_of(proof.root).requires_grad
+            if asked and item not in gradients:
                 raise NoMatchError(f"the op has no gradient for {item.name}, which asks for one")
         elif not item.optional and item.passed_when is None:
             raise NoMatchError(f"nothing stands for {item.name}")

@@ -11,6 +11,7 @@ whose machine code is on disk never loads Triton.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -32,6 +33,7 @@ __all__ = [
     "Launcher",
     "TritonBuild",
     "cdiv",
+    "descriptor_of",
     "device_guard",
     "next_power_of_2",
     "output_of",
@@ -55,6 +57,7 @@ TRITON_TYPES = {
 """Triton's name of an element type, as :class:`TritonBuild` takes it."""
 
 _DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
+_DESCRIPTOR = "tensordesc"
 _NOTHING = nullcontext()
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
 _empty_strided_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
@@ -63,6 +66,13 @@ _empty_strided_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", No
 def pointer_to(dtype: torch.dtype) -> str:
     """The signature type of a pointer to elements of ``dtype``, such as ``*fp16``."""
     return "*" + TRITON_TYPES[dtype]
+
+
+def descriptor_of(dtype: torch.dtype, block: tuple[int, ...]) -> str:
+    """The signature type of a tensor descriptor, by which the bulk copy engine of compute capability 9.0
+    and later moves blocks of a tensor: contiguous, at a 16-byte boundary as its rows are. A launch takes
+    the tensor and describes it."""
+    return f"{_DESCRIPTOR}<{TRITON_TYPES[dtype]}{list(block)}>"
 
 
 def cdiv(number: int, by: int) -> int:
@@ -237,8 +247,10 @@ class Launcher:
 def _interpret(build: TritonBuild) -> Launch:
     """A launch by Triton's interpreter, on tensors of any device."""
     names, constexprs = [name for name, _ in build.signature], build.constants
+    described = _describing(build)
 
     def launch(grid0: int, grid1: int, grid2: int, *args: Any) -> None:
+        args = described(args)
         build.function[grid0, grid1, grid2](**dict(zip(names, args, strict=True)), **constexprs)
 
     return launch
@@ -259,10 +271,31 @@ def _by_compiled_kernel(build: TritonBuild, kernel: Any) -> Launch:
     """A launch by ``CompiledKernel``'s own door: takes every kernel; some 10 µs slower."""
     types, constexprs = dict(build.signature), build.constants
     place = {name: index for index, name in enumerate(types)}
-    order = tuple(build.function.arg_names)
+    order, described = tuple(build.function.arg_names), _describing(build)
 
     def launch(grid0: int, grid1: int, grid2: int, *args: Any) -> None:
+        args = described(args)
         every = [args[place[name]] if name in place else constexprs[name] for name in order]
         kernel[grid0, grid1, grid2](*every)
 
     return launch
+
+
+def _describing(build: TritonBuild) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """Puts descriptors in the place of the tensors that the signature wants described."""
+    blocks = {
+        place: json.loads(kind[kind.index("[") : kind.index("]") + 1])
+        for place, (_, kind) in enumerate(build.signature)
+        if kind.startswith(_DESCRIPTOR)
+    }
+    if not blocks:
+        return lambda args: args
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    def described(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        changed = list(args)
+        for place, block in blocks.items():
+            changed[place] = TensorDescriptor.from_tensor(args[place], block)
+        return tuple(changed)
+
+    return described

@@ -38,11 +38,10 @@ class FusedAddRMSNormFwdOp(Op):
 
 
 class FusedAddRMSNormBwdOp(Op):
-    """The gradients of ``FusedAddRMSNormFwdOp``: ``(grad_input, grad_residual, grad_weight)``, None
-    where not wanted.
+    """The gradients of ``FusedAddRMSNormFwdOp``: ``(grad_input, grad_weight)``, None where not wanted.
 
-    ``grad_input`` and ``grad_residual`` are both ``RMSNormBwdOp``'s gradient of ``residual_out`` plus
-    ``grad_residual_out``, rounded once. All are ``[*B, N]`` but ``weight`` and its gradient, ``[N]``.
+    ``grad_input``, which is that of ``residual`` too, is ``RMSNormBwdOp``'s gradient of ``residual_out``
+    plus ``grad_residual_out``, rounded once. All are ``[*B, N]`` but ``weight`` and its gradient, ``[N]``.
     """
 
     kernel = KernelInterface(
@@ -68,7 +67,6 @@ class FusedAddRMSNormBwdOp(Op):
         )
         grad_total = (grad_total + grad_residual_out.to(wide)).to(dtype)
         return (
-            grad_total if wants_input else None,
-            grad_total.clone() if wants_residual else None,
+            grad_total if wants_input or wants_residual else None,
             grad_weight.to(dtype) if wants_weight else None,
         )

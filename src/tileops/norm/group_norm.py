@@ -41,7 +41,7 @@ class InstanceNormFwdOp(Op):
     ``torch.nn.functional.instance_norm``.
     """
 
-    kernel = KernelInterface(cuda=KERNELS)
+    kernel = KernelInterface(cuda=(*KERNELS, "channels:SplitChannels"))
 
     @staticmethod
     def decomposition(

@@ -122,8 +122,8 @@ class StdFwdOp(Op):
 
 
 class VarMeanFwdOp(Op):
-    """``VarFwdOp`` and ``MeanFwdOp`` in one reading. As in ``torch.var_mean``, the mean of what holds
-    an infinity may be NaN."""
+    """``VarFwdOp`` and ``MeanFwdOp`` in one reading. The mean of what holds an infinity is
+    ``torch.mean``'s, where ``torch.var_mean`` gives NaN or infinity as its order of work has it."""
 
     kernel = _REDUCE
 
@@ -132,7 +132,8 @@ class VarMeanFwdOp(Op):
         input: torch.Tensor, *, dim: Axes, correction: float | None, keepdim: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         axes = _every(input, dim)
-        return torch.var_mean(input, axes, correction=correction, keepdim=keepdim)
+        var = torch.var(input, axes, correction=correction, keepdim=keepdim)
+        return var, torch.mean(input, axes, keepdim=keepdim)
 
 
 class VectorNormFwdOp(Op):

@@ -66,7 +66,7 @@ class CumprodBwdOp(Op):
     CPU as ``torch.cumprod``'s own gradient.
     """
 
-    kernel = KernelInterface()
+    kernel = KernelInterface(cuda=("product_gradient:ProductGradient",))
 
     @staticmethod
     def decomposition(

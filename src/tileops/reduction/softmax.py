@@ -9,20 +9,13 @@ import torch
 
 from tileops.authoring import KernelInterface, Op
 
-_FORWARD = KernelInterface(
+_SOFTMAX = KernelInterface(
     cuda=(
         "softmax:RowSoftmax",
         "softmax:StreamedSoftmax",
         "softmax:SplitSoftmax",
         "softmax:ColumnTileSoftmax",
         "softmax:ColumnSoftmax",
-    )
-)
-_BACKWARD = KernelInterface(
-    cuda=(
-        "softmax_bwd:RowSoftmaxBwd",
-        "softmax_bwd:SplitSoftmaxBwd",
-        "softmax_bwd:ColumnSoftmaxBwd",
     )
 )
 
@@ -51,7 +44,7 @@ class SoftmaxFwdOp(Op):
     (float64 for float64).
     """
 
-    kernel = _FORWARD
+    kernel = _SOFTMAX
     batched = _from_the_end
 
     @staticmethod
@@ -68,7 +61,7 @@ class SoftmaxBwdOp(Op):
     casts back. Accumulates in float32 (float64 for float64).
     """
 
-    kernel = _BACKWARD
+    kernel = _SOFTMAX
     batched = _from_the_end
 
     @staticmethod
@@ -93,7 +86,7 @@ class LogSoftmaxFwdOp(Op):
     (float64 for float64).
     """
 
-    kernel = _FORWARD
+    kernel = _SOFTMAX
     batched = _from_the_end
 
     @staticmethod
@@ -115,7 +108,7 @@ class LogSoftmaxBwdOp(Op):
     autograd casts back. Accumulates in float32 (float64 for float64).
     """
 
-    kernel = _BACKWARD
+    kernel = _SOFTMAX
     batched = _from_the_end
 
     @staticmethod

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from tileops.authoring import CallSpec, Entry, Kernel, Run
+from tileops.authoring import CallSpec, Entry, Run
+from tileops.elementwise.dropout import drawn_seed
+from tileops.elementwise.kernels.tiles import BYTES, Tile, Tiled
 from tileops.lib.launch import Launcher, TritonBuild, cdiv, output_of, pointer_to
 
 __all__ = ["Dropout"]
 
 DEVICE = f"{__name__}_triton"
 
-TILE = {2: 1024, 4: 512}
-"""Elements of one program by bytes an element: as for other pointwise ops."""
-WARPS = 4
 
-
-class Dropout(Kernel):
+class Dropout(Tiled):
     """Any shape; a seed that is drawn stays on the device, so that a CUDA graph draws anew."""
 
     name = "triton_dropout"
@@ -31,18 +29,17 @@ class Dropout(Kernel):
         return None
 
     @classmethod
-    def entry_for(cls, call: CallSpec) -> Entry:
-        return cls._entry(call, 1, WARPS)
+    def itemsize(cls, call: CallSpec) -> int:
+        return call.spec("input").dtype.itemsize
 
     @classmethod
-    def candidates(cls, call: CallSpec) -> list[Entry]:
-        return [cls._entry(call, *size) for size in ((1, 4), (2, 4), (2, 8), (4, 8))]
+    def tile(cls, call: CallSpec) -> Tile:
+        return BYTES // cls.itemsize(call), 4  # for a small call too: one draw gives four elements
 
     @classmethod
-    def _entry(cls, call: CallSpec, times: int, warps: int) -> Entry:
-        spec = call.spec("input")
+    def entry_of(cls, call: CallSpec, tile: Tile) -> Entry:
+        spec, (block, warps) = call.spec("input"), tile
         pointer, drawn = pointer_to(spec.dtype), call.params.seed is None
-        block = times * TILE[spec.dtype.itemsize]
         build = TritonBuild(
             f"{DEVICE}:dropout",
             signature=(
@@ -71,7 +68,7 @@ def _bind(launcher: Launcher, call: CallSpec, block: int) -> Run:
             return
         key = seed
         if key is None:
-            key = torch.randint(2**63 - 1, (), dtype=torch.int64, device=x.device)
+            key = drawn_seed(x.device)
         launch(programs, 1, 1, x, y, key, *numbers)
 
     def in_place(x: torch.Tensor) -> None:

@@ -8,9 +8,8 @@ from tileops.lib.launch import DeviceFunction
 __all__ = ["CAREFUL", "care_of", "expression_of"]
 
 CAREFUL = frozenset({
-    "cos", "div", "div_floor", "elu", "erf", "exp", "expm1", "floordivide", "gelu_none", "gelu_tanh", "log",
-    "log1p", "mish", "pow", "reciprocal", "remainder", "selu", "sigmoid", "silu", "sin", "softplus", "sqrt",
-    "tanh",
+    "cos", "div", "elu", "erf", "exp", "expm1", "gelu_none", "gelu_tanh", "log", "log1p", "mish", "pow",
+    "reciprocal", "selu", "sigmoid", "silu", "sin", "softplus", "sqrt", "tanh",
 })  # fmt: skip
 """Expressions that take fewer instructions where 11 bits are enough, and so have a last argument that
 says whether they are. Exact in float32, they would take longer than their memory."""

@@ -10,26 +10,32 @@ torch's kernels give for NaN, infinities and zeros of both signs holds here too.
 import triton
 import triton.language as tl
 
-from tileops.elementwise.kernels import narrow_triton as narrow
 from tileops.elementwise.kernels.functions_triton import (
     cos,
     erf,
-    exp,
     expm1,
     floordivide,
+    inverted,
     log,
     log1p,
-    logistic,
     negated,
-    normal_cdf,
     number,
     pow,
     quotient,
+    quotient_by,
     remainder,
     round_even,
     sin,
     tanh,
     truncated,
+)
+from tileops.lib.activations_triton import (
+    exp,
+    gelu_none_and_slope,
+    gelu_tanh_and_slope,
+    inverse,
+    logistic,
+    silu_and_slope,
 )
 
 __all__ = ["cos", "erf", "floordivide", "log", "pow", "remainder", "sin", "tanh"]
@@ -73,8 +79,8 @@ def div_trunc(x, y):
 
 
 @triton.jit
-def div_floor(x, y, NARROW: tl.constexpr):
-    return floordivide(x, y, NARROW)
+def div_floor(x, y):
+    return floordivide(x, y)
 
 
 @triton.jit
@@ -255,7 +261,7 @@ def sign(x):
 
 @triton.jit
 def reciprocal(x, NARROW: tl.constexpr):
-    return quotient(1.0, x.to(tl.float32), NARROW)
+    return inverted(x.to(tl.float32), NARROW)
 
 
 @triton.jit
@@ -300,13 +306,13 @@ def round(x):
 
 
 @triton.jit
-def round_decimals(x, power_of_10):
-    return tl.div_rn(round_even(x * power_of_10), power_of_10)
+def round_decimals(x, power_of_10, power_of_a_tenth):
+    return quotient_by(round_even(x * power_of_10), power_of_10, power_of_a_tenth)
 
 
 @triton.jit
-def round_tens(x, power_of_10):
-    return round_even(tl.div_rn(x, power_of_10)) * power_of_10
+def round_tens(x, power_of_10, power_of_a_tenth):
+    return round_even(quotient_by(x, power_of_10, power_of_a_tenth)) * power_of_10
 
 
 # ---- activations -----------------------------------------------------------------------------------------
@@ -370,7 +376,7 @@ def mish(x, NARROW: tl.constexpr):
     # tanh(log(1 + e**x)) is n / (n + 2) for n = e**x * (e**x + 2), which is 1 where e**x is large.
     power_of_e = exp(tl.minimum(x, 20.0, propagate_nan=NANS), NARROW)
     n = power_of_e * (power_of_e + 2.0)
-    return x * (n * narrow.inverse(n + 2.0) if NARROW else tl.div_rn(n, n + 2.0))
+    return x * (n * inverse(n + 2.0) if NARROW else tl.div_rn(n, n + 2.0))
 
 
 @triton.jit
@@ -389,27 +395,3 @@ def gelu_none(x, NARROW: tl.constexpr):
 def gelu_tanh(x, NARROW: tl.constexpr):
     value, _ = gelu_tanh_and_slope(x, NARROW)
     return value
-
-
-# ---- activations with their slopes, for gates ----------------------------------------------------------
-
-
-@triton.jit
-def silu_and_slope(x, NARROW: tl.constexpr):
-    """Minus infinity gives NaN as torch does."""
-    s = logistic(x, NARROW)
-    return x * s, s * (1.0 + x * (1.0 - s))
-
-
-@triton.jit
-def gelu_none_and_slope(x, NARROW: tl.constexpr):
-    # The two terms of the slope cancel near -0.75, where a narrow cdf would show.
-    slope = normal_cdf(x, False) + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
-    return x * normal_cdf(x, NARROW), slope
-
-
-@triton.jit
-def gelu_tanh_and_slope(x, NARROW: tl.constexpr):
-    # (1 + tanh(u)) / 2 is sigmoid(2u), which loses nothing where tanh is near -1.
-    s = logistic(x * tl.fma(x * x, 0.07135481282553481, 1.5957691216057308), NARROW)
-    return x * s, s + x * s * (1.0 - s) * (1.5957691216057308 * (1.0 + 0.134145 * x * x))

@@ -1,4 +1,4 @@
-"""Functions of float32 that Triton lacks or has less exactly, for ``expressions_triton.py``.
+"""Functions of float32 for ``expressions_triton.py``, which Triton lacks or has less exactly.
 
 ``NARROW`` asks for what is exact enough for a result of at most 11 bits, in fewer instructions.
 """
@@ -7,13 +7,11 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import libdevice
 
 from tileops.elementwise.kernels import narrow_triton as narrow
+from tileops.lib.activations_triton import LN_2, LOG2_E, LOG2_E_REST, instruction
 
-LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-LOG2_E_REST: tl.constexpr = tl.constexpr(1.925963033500712e-08)
-"""log2(e) less its float32."""
-LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LN_2_HIGH: tl.constexpr = tl.constexpr(0.693145751953125)
 """ln(2) in 13 bits: its product with an exponent is exact."""
 LN_2_REST: tl.constexpr = tl.constexpr(1.4286068203094173e-06)
@@ -34,17 +32,13 @@ def negated(x):
 
 @triton.jit
 def truncated(x):
-    return tl.inline_asm_elementwise(
-        "cvt.rzi.f32.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
+    return instruction(x, "cvt.rzi.f32.f32")
 
 
 @triton.jit
 def round_even(x):
     """To the nearest integer, ties to even."""
-    return tl.inline_asm_elementwise(
-        "cvt.rni.f32.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
+    return instruction(x, "cvt.rni.f32.f32")
 
 
 @triton.jit
@@ -53,24 +47,26 @@ def quotient(x, y, NARROW: tl.constexpr):
 
 
 @triton.jit
-def exp(x, NARROW: tl.constexpr):
-    """``e**x``; exactly, of ``x * log2(e)`` in two parts, since the rounding of a large one is seen."""
+def quotient_by(x, y, inverse):
+    """``x / y``, rounded once, for the ``inverse`` of ``y`` so rounded (Markstein, 1990): a third of the
+    instructions."""
+    result = x * inverse
+    rest = tl.fma(-result, y, x)
+    return tl.where(tl.abs(rest) > 0.0, tl.fma(rest, inverse, result), result)
+
+
+@triton.jit
+def inverted(x, NARROW: tl.constexpr):
     if NARROW:
-        return tl.exp(x)
+        return 1.0 / x
     else:
-        high = x * LOG2_E
-        rest = tl.fma(x, LOG2_E_REST, tl.fma(x, LOG2_E, -high))
-        power = tl.exp2(high)
-        # Of infinities the rest is NaN.
-        return tl.where(tl.abs(high) < 150.0, tl.fma(power, rest * LN_2, power), power)
+        return instruction(x, "rcp.rn.f32")
 
 
 @triton.jit
 def log2(x, NARROW: tl.constexpr):
     if NARROW:
-        return tl.inline_asm_elementwise(
-            "lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return instruction(x, "lg2.approx.f32")
     else:
         return tl.log2(x)
 
@@ -124,114 +120,66 @@ def tanh(x, NARROW: tl.constexpr):
 
 
 @triton.jit
-def _sign_differs(x, y):
-    return (x < 0.0) != (y < 0.0)
-
-
-@triton.jit
-def _exact_floordivide(x, y):
+def floordivide(x, y):
     """``floor(x / y)`` of the exact quotient, as far as float32 has integers of its size."""
     approximate = x / y
-    nearest = tl.floor(approximate + 0.5)
-    # On which side of the nearest integer the exact quotient lies, what is left tells.
-    left = tl.fma(-nearest, y, x)
-    below = tl.where(y < 0.0, left > 0.0, left < 0.0)
-    below |= (tl.abs(y) == float("inf")) & (x != 0.0) & _sign_differs(x, y)
-    whole = tl.where(below, nearest - 1.0, nearest)
-    whole = tl.where(tl.abs(approximate) < 4194304.0, whole, tl.floor(approximate))
-    whole = tl.where((whole == 0.0) & (approximate == 0.0), approximate, whole)
+    nearest = (approximate + narrow.ROUNDER) - narrow.ROUNDER
+    # On which side of the nearest integer the exact quotient lies, what is left tells: all of x where
+    # that integer is 0, also of an infinite y.
+    left = tl.where(nearest == 0.0, x, tl.fma(-nearest, y, x))
+    whole = tl.where((left != 0.0) & _signs_differ(left, y), nearest - 1.0, nearest)
+    whole = tl.where(
+        tl.abs(approximate) < 4194304.0, narrow.signed(tl.abs(whole), approximate), approximate
+    )
     # torch takes the remainder first, and an infinite x has none.
     return tl.where((tl.abs(x) == float("inf")) & (y != 0.0), float("nan"), whole)
 
 
 @triton.jit
-def _reduced(left, divisor):
-    """``left`` less a multiple of ``divisor``, exactly: both positive, the quotient below 2**23."""
-    rest = tl.fma(-tl.floor(left / divisor), divisor, left)
-    rest = tl.where(rest < 0.0, rest + divisor, rest)
-    return tl.where(rest >= divisor, rest - divisor, rest)
-
-
-@triton.jit
-def _exact_remainder(x, y):
+def remainder(x, y):
     """``x - floor(x / y) * y``, exactly, with the sign of ``y``."""
-    plain = (tl.abs(x) < float("inf")) & (tl.abs(y) < float("inf")) & (tl.abs(y) > 1.2e-38)
-    left, divisor = tl.where(plain, tl.abs(x), 0.0), tl.where(plain, tl.abs(y), 1.0)
-    bits = divisor.to(tl.int32, bitcast=True)
-    longer = (left.to(tl.int32, bitcast=True) >> 23) - (bits >> 23)
-    # Quotients of more than 22 bits are rare: 22 bits at a time, by the divisor times a power of 2.
-    while tl.max(longer) > 22:
-        shift = tl.maximum(longer - 22, 0)
-        left = _reduced(left, (bits + (shift << 23)).to(tl.float32, bitcast=True))
-        longer = (left.to(tl.int32, bitcast=True) >> 23) - (bits >> 23)
-    rest = _reduced(left, divisor)
-    rest = tl.where(x.to(tl.int32, bitcast=True) < 0, negated(rest), rest)
-    # Of an infinite y every number is its own remainder; of 0 there is none.
-    own = (tl.abs(x) < float("inf")) & (tl.abs(y) == float("inf"))
-    none = (tl.abs(x) == float("inf")) | (x != x) | (y != y) | (y == 0.0)
-    rest = tl.where(none, float("nan"), tl.where(own, x, rest))
-    return tl.where((rest != 0.0) & _sign_differs(rest, y), rest + y, rest)
+    # The library's function takes subnormal numbers for 0.
+    least = tl.maximum(tl.abs(y), 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL)
+    divisor = tl.where(y == 0.0, y, least)
+    rest = tl.where(tl.abs(x) < divisor, x, libdevice.fmod(x, divisor))
+    return tl.where((rest != 0.0) & _signs_differ(rest, y), rest + y, rest)
 
 
 @triton.jit
-def floordivide(x, y, NARROW: tl.constexpr):
-    if NARROW:
-        result, known = narrow.floordivide(x, y)
-        if tl.min(known.to(tl.int32)) == 0:
-            result = _exact_floordivide(x, y)
-        return result
-    else:
-        return _exact_floordivide(x, y)
+def _signs_differ(x, y):
+    return (x.to(tl.int32, bitcast=True) ^ y.to(tl.int32, bitcast=True)) < 0
 
 
 @triton.jit
-def remainder(x, y, NARROW: tl.constexpr):
+def _exact_wave(x, COSINE: tl.constexpr):
+    return tl.cos(x) if COSINE else tl.sin(x)
+
+
+@triton.jit
+def _wave(x, COSINE: tl.constexpr, NARROW: tl.constexpr):
     if NARROW:
-        result, known = narrow.remainder(x, y)
+        result = narrow.cos(x) if COSINE else narrow.sin(x)
+        known = tl.abs(x) < 131072.0
         if tl.min(known.to(tl.int32)) == 0:
-            result = _exact_remainder(x, y)
+            result = tl.where(known, result, _exact_wave(x, COSINE))
         return result
     else:
-        return _exact_remainder(x, y)
+        return _exact_wave(x, COSINE)
 
 
 @triton.jit
 def sin(x, NARROW: tl.constexpr):
-    if NARROW:
-        result = narrow.sin(x)
-        known = tl.abs(x) < 131072.0
-        if tl.min(known.to(tl.int32)) == 0:
-            result = tl.where(known, result, tl.sin(x))
-        return result
-    else:
-        return tl.sin(x)
+    return _wave(x, False, NARROW)
 
 
 @triton.jit
 def cos(x, NARROW: tl.constexpr):
-    if NARROW:
-        result = narrow.cos(x)
-        known = tl.abs(x) < 131072.0
-        if tl.min(known.to(tl.int32)) == 0:
-            result = tl.where(known, result, tl.cos(x))
-        return result
-    else:
-        return tl.cos(x)
+    return _wave(x, True, NARROW)
 
 
 @triton.jit
 def erf(x, NARROW: tl.constexpr):
     return narrow.erf(x) if NARROW else tl.erf(x)
-
-
-@triton.jit
-def logistic(x, NARROW: tl.constexpr):
-    return narrow.logistic(x) if NARROW else 1.0 / (1.0 + exp(-x, False))
-
-
-@triton.jit
-def normal_cdf(x, NARROW: tl.constexpr):
-    return narrow.normal_cdf(x) if NARROW else 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
 
 
 @triton.jit

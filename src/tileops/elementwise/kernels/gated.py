@@ -6,8 +6,9 @@ import math
 
 import torch
 
-from tileops.authoring import CallSpec, Entry, Kernel, Run
+from tileops.authoring import CallSpec, Entry, Run
 from tileops.elementwise.kernels.expressions import expression_of
+from tileops.elementwise.kernels.tiles import Tile, Tiled
 from tileops.lib.launch import (
     Launcher,
     TritonBuild,
@@ -21,13 +22,8 @@ __all__ = ["Gated", "GatedBackward"]
 
 DEVICE = f"{__name__}_triton"
 
-TILE = {2: 1024, 4: 512}
-"""Columns of one program, each a gate and what it multiplies, by bytes an element: the fastest of
-1024 to 8192 halves on an H200."""
-WARPS = 4
 
-
-class Gated(Kernel):
+class Gated(Tiled):
     """Any number of rows and columns; computed in float32, rounded once."""
 
     name = "triton_gated"
@@ -44,10 +40,11 @@ class Gated(Kernel):
         return None
 
     @classmethod
-    def build(cls, call: CallSpec, tile: int, warps: int) -> TritonBuild:
-        """The kernel for ``tile`` columns a program."""
+    def build(cls, call: CallSpec, tile: Tile) -> TritonBuild:
+        """The kernel whose program has ``tile`` gates, each with what it multiplies."""
         spec, columns = call.spec("input"), call.spec("input").shape[-1] // 2
-        width = min(next_power_of_2(max(columns, 1)), tile)
+        elements, warps = tile
+        width = min(next_power_of_2(max(columns, 1)), elements)
         return TritonBuild(
             f"{DEVICE}:{cls.device_function}",
             signature=(
@@ -60,7 +57,7 @@ class Gated(Kernel):
                 ("ACTIVATION", expression_of(call, without=cls.op_ending, more="and_slope")),
                 ("NARROW", spec.dtype.itemsize < 4),
                 ("GRAIN", math.gcd(columns, 16) or 16),
-                ("ROWS", tile // width),
+                ("ROWS", elements // width),
                 ("COLUMNS", width),
             ),
             num_warps=warps,
@@ -70,18 +67,12 @@ class Gated(Kernel):
         )
 
     @classmethod
-    def entry_for(cls, call: CallSpec) -> Entry:
-        return cls._entry(call, TILE[call.spec("input").dtype.itemsize], WARPS)
+    def itemsize(cls, call: CallSpec) -> int:
+        return call.spec("input").dtype.itemsize
 
     @classmethod
-    def candidates(cls, call: CallSpec) -> list[Entry]:
-        tile = TILE[call.spec("input").dtype.itemsize]
-        sizes = [(tile, 4), (tile // 2, 4), (tile * 2, 4), (tile * 2, 8), (tile * 4, 8)]
-        return [cls._entry(call, *size) for size in sizes]
-
-    @classmethod
-    def _entry(cls, call: CallSpec, tile: int, warps: int) -> Entry:
-        build = cls.build(call, tile, warps)
+    def entry_of(cls, call: CallSpec, tile: Tile) -> Entry:
+        build = cls.build(call, tile)
         facts = dict(build.constexprs)
 
         def bind(launcher: Launcher, call: CallSpec) -> Run:

@@ -8,8 +8,8 @@ Polynomials are minimax fits of relative error, which their comments state in po
 import triton
 import triton.language as tl
 
-LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+from tileops.lib.activations_triton import LN_2, LOG2_E, exp2, instruction, inverse
+
 PI: tl.constexpr = tl.constexpr(3.1415925025939941)
 """pi in float32, rounded down."""
 PI_REST: tl.constexpr = tl.constexpr(1.5099579909783764e-07)
@@ -19,42 +19,18 @@ NANS: tl.constexpr = tl.constexpr(tl.PropagateNan.ALL)
 
 
 @triton.jit
-def exp2(x):
-    return tl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
 def log2(x):
-    return tl.inline_asm_elementwise(
-        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
+    return instruction(x, "lg2.approx.ftz.f32")
 
 
 @triton.jit
-def inverse(x):
-    """``1 / x`` for sizes of ``x`` from 2**-126 to 2**126."""
-    return tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def _signed(x, bits):
-    """``x`` with its sign changed where the first of ``bits`` is set."""
-    sign = bits & -0x80000000
-    return (x.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+def signed(x, sign):
+    """``x`` with its sign changed where ``sign`` is negative, a zero too; of integers, their first bit."""
+    bits = sign.to(tl.int32, bitcast=True) & -0x80000000
+    return (x.to(tl.int32, bitcast=True) ^ bits).to(tl.float32, bitcast=True)
 
 
 # ---- exponentials and logarithms -------------------------------------------------------------------
-
-
-@triton.jit
-def logistic(x):
-    """``1 / (1 + e**-x)``, also where that is below 2**-126."""
-    quarter = tl.fma(exp2(x * -LOG2_E), 0.25, 0.25)
-    return inverse(quarter) * 0.25
 
 
 @triton.jit
@@ -92,18 +68,6 @@ def erf(x):
     return x * tl.fma(y, s, 1.1283395408928099)
 
 
-@triton.jit
-def normal_cdf(x):
-    """As exact, relative to it, far below 0."""
-    t = inverse(tl.fma(tl.abs(x), 0.25, 1.0))
-    y = tl.fma(t, 0.24159290189835017, -0.10386987794067891)  # cdf(-|x|) * e**(x**2 / 2): 2**-14.3
-    y = tl.fma(y, t, 0.18038924318396288)
-    y = tl.fma(y, t, 0.08051898360578577)
-    y = tl.fma(y, t, 0.10134871437441648)
-    below = y * t * exp2(x * x * -0.7213475204444817)
-    return tl.where(x < 0.0, below, 1.0 - below)
-
-
 # ---- waves ---------------------------------------------------------------------------------------------
 
 
@@ -113,7 +77,7 @@ def _wave(rest, bits):
     s = rest * rest
     y = tl.fma(s, -0.00018539586816074445, 0.008314196090092462)  # 2**-19.7
     y = tl.fma(tl.fma(y, s, -0.166658481462254), s, 1.0)
-    return _signed(rest * y, bits << 31)
+    return signed(rest * y, bits << 31)
 
 
 @triton.jit
@@ -132,34 +96,3 @@ def cos(x):
     zero = (rounded - ROUNDER) + 0.5
     rest = tl.fma(zero, PI_REST, tl.fma(zero, PI, x * -1.0))
     return _wave(rest, rounded.to(tl.int32, bitcast=True))
-
-
-# ---- division --------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _divided(x, y):
-    """Of ``|x| / |y|`` the nearest integer, what it leaves of ``|x|``, exactly, and where that holds."""
-    size, divisor = tl.abs(x), tl.abs(y)
-    rounded = tl.fma(size, inverse(divisor), ROUNDER)
-    n = rounded - ROUNDER
-    left = tl.fma(tl.fma(rounded, -1.0, ROUNDER), divisor, size)
-    return n, left, (n < 2097152.0) & (divisor < 8.5e37)
-
-
-@triton.jit
-def remainder(x, y):
-    """``x - floor(x / y) * y``, and where that is what was computed."""
-    _, left, known = _divided(x, y)
-    left = _signed(left, x.to(tl.int32, bitcast=True))
-    differs = (left.to(tl.int32, bitcast=True) ^ y.to(tl.int32, bitcast=True)) < 0
-    return tl.where((left != 0.0) & differs, left + y, left), known
-
-
-@triton.jit
-def floordivide(x, y):
-    """``floor(x / y)``, and where that is what was computed."""
-    n, left, known = _divided(x, y)
-    signs = x.to(tl.int32, bitcast=True) ^ y.to(tl.int32, bitcast=True)
-    n, left = _signed(n, signs), _signed(left, signs)
-    return tl.where(left < 0.0, n - 1.0, n), known

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
-from tileops.authoring import CallSpec, Entry, Kernel, Run, TensorSpec
+from tileops.authoring import CallSpec, Entry, Run, TensorSpec
 from tileops.elementwise.kernels.expressions import care_of, expression_of
+from tileops.elementwise.kernels.tiles import Tile, Tiled
 from tileops.lib.launch import (
     DeviceFunction,
     Launcher,
@@ -28,14 +29,13 @@ __all__ = ["ClampScalar", "NanToNum", "PReLU", "Pointwise", "Round", "collapsed"
 
 DEVICE = f"{__name__}_triton"
 
-TILE_BYTES = 2048
-"""Of the widest tensor in one program of 4 warps, a 16-byte vector for each thread: the fastest of 2 to
-16 KiB for SiLU on an H200."""
-WARPS = 4
 NARROWEST = 128
 """Columns to which a tile of rows narrows where an eighth of its places would lie behind their ends."""
 OUTER = 3
 """Most axes outside the innermost that the broadcasting kernel walks."""
+HEIGHT = 4
+"""Times as many rows in a tile where no input is as long as the output: a program that only writes is
+short, and what it has read serves all its rows."""
 
 Shape = tuple[int, ...]
 
@@ -63,7 +63,7 @@ def collapsed(shape: Shape, operands: Sequence[Shape]) -> tuple[list[int], list[
     return sizes, strides
 
 
-class Pointwise(Kernel):
+class Pointwise(Tiled):
     """Any shapes, dtypes and alignments; floating-point values are computed in float32."""
 
     name = "triton_pointwise"
@@ -99,21 +99,21 @@ class Pointwise(Kernel):
         return None
 
     @classmethod
-    def entry_for(cls, call: CallSpec) -> Entry:
-        return cls._entry(call, 1, WARPS)
+    def itemsize(cls, call: CallSpec) -> int:
+        return max(spec.dtype.itemsize for spec in (*cls.long(call), _output(call)))
 
     @classmethod
-    def candidates(cls, call: CallSpec) -> list[Entry]:
-        return [cls._entry(call, *size) for size in ((1, 4), (2, 4), (2, 8), (4, 8), (1, 2))]
+    def long(cls, call: CallSpec) -> list[TensorSpec]:
+        """The inputs that have as many elements as the output."""
+        count = _output(call).numel
+        shapes = zip(_given(call), cls.shapes(call), strict=True)
+        return [spec for spec, shape in shapes if math.prod(shape) == count]
 
     @classmethod
-    def _entry(cls, call: CallSpec, times: int, warps: int) -> Entry:
-        specs = _given(call)
-        widest = max(spec.dtype.itemsize for spec in (*specs, _output(call)))
-        block = times * TILE_BYTES // widest
+    def entry_of(cls, call: CallSpec, tile: Tile) -> Entry:
         sizes, strides = collapsed(_output(call).shape, cls.shapes(call))
         make = _flat if len(sizes) < 2 else _broadcasting
-        build, launches = make(cls, call, block, warps, sizes, strides)
+        build, launches = make(cls, call, tile, sizes, strides)
 
         def bind(launcher: Launcher, call: CallSpec) -> Run:
             return _bind(launcher, call, launches)
@@ -185,46 +185,63 @@ def _scalars(cls: type[Pointwise], call: CallSpec) -> Numbers:
 
 
 def _flat(
-    cls: type[Pointwise], call: CallSpec, block: int, warps: int, sizes: list[int],
-    strides: list[list[int]],
-) -> Made:  # fmt: skip
-    count = _output(call).numel
+    cls: type[Pointwise], call: CallSpec, tile: Tile, sizes: list[int], strides: list[list[int]]
+) -> Made:
+    count, (block, warps) = _output(call).numel, tile
     steps = [stride[0] if stride else 1 for stride in strides]
-    constants = {"STEPS": (*steps, 0, 0)[:3], "BLOCK": block, "TAIL": block // 4}
+    # Two elements for each thread.
+    constants = {"STEPS": (*steps, 0, 0)[:3], "BLOCK": block, "TAIL": min(block, 64 * warps)}
     build = _build(cls, call, "flat", {"n": "i64"}, constants, warps, steps)
     return build, (cdiv(count, block), (count, *_scalars(cls, call)))
 
 
-def _broadcasting(
-    cls: type[Pointwise], call: CallSpec, block: int, warps: int, sizes: list[int],
-    strides: list[list[int]],
-) -> Made:  # fmt: skip
-    columns, outer = sizes[-1], sizes[-2::-1]
-    grain = math.gcd(columns, 16)
-    width = min(next_power_of_2(columns), block)
+def _width(columns: int, most: int) -> int:
+    """Columns of a tile of rows."""
+    width = min(next_power_of_2(columns), most)
     while width > NARROWEST and 8 * (cdiv(columns, width) * width - columns) > columns:
         width //= 2
+    return width
+
+
+def _broadcasting(
+    cls: type[Pointwise], call: CallSpec, tile: Tile, sizes: list[int], strides: list[list[int]]
+) -> Made:
+    columns, outer, (block, warps) = sizes[-1], sizes[-2::-1], tile
+    grain, count = math.gcd(columns, 16), _output(call).numel
+    width = _width(columns, block)
+    if not cls.long(call) and count >= 2 * HEIGHT * block * call.device.multiprocessors:
+        block *= HEIGHT
     height, column_tiles, rows = block // width, cdiv(columns, width), math.prod(outer)
-    kind = "i32" if _output(call).numel < 1 << 31 else "i64"
+    row_tiles = cdiv(outer[0], height)
+    tiled = len(outer) == 1 or 8 * (row_tiles * height - outer[0]) <= outer[0]
+    kind = "i32" if count < 1 << 31 else "i64"
     # A stride that the kernel walks is a number of grains; one of 0 is compiled in.
-    given: dict[str, int] = {f"n{d}": outer[d] for d in range(min(len(outer), OUTER) - 1)}
-    for name, stride in zip("abc", strides, strict=False):
-        for d, step in enumerate(stride[-2::-1]):
+    given = {"rows": rows, "groups": columns // grain, "column_tiles": column_tiles, "n0": outer[0]}
+    if tiled and len(outer) > 1:
+        given["row_tiles"] = row_tiles
+    if len(outer) > 2:
+        given["n1"] = outer[1]
+    moves, itemsize = [], cls.itemsize(call)
+    for name, stride, spec in zip("abc", strides, _given(call), strict=False):
+        walked = stride[-2::-1]
+        # One row for all rows of a tile is read by other threads than need it where a row is less than
+        # the program's threads take at once. To read it for each is then cheaper, unless it is wider.
+        again = stride[-1] != 0 and width < tile[0] and spec.dtype.itemsize <= itemsize
+        moves.append(walked[0] != 0 or not tiled or again)
+        for d, step in enumerate(walked):
             given[f"{name}{d}"] = step // grain if stride[-1] else step
-    numbers: dict[str, str | int] = {"rows": "i64", "groups": "i64", "column_tiles": "i32"}
-    for name in ("n0", "n1", *(f"{t}{d}" for t in "abc" for d in range(OUTER))):
-        numbers[name] = kind if given.get(name) else 0
+    strided = [f"{name}{d}" for name in "abc" for d in range(OUTER)]
+    names = ("rows", "groups", "column_tiles", "row_tiles", "n0", "n1", *strided)
+    numbers: dict[str, str | int] = {name: kind if given.get(name) else 0 for name in names}
     steps = [stride[-1] for stride in strides]
     constants = {
-        "STEPS": (*steps, 0, 0)[:3], "OUTER": len(outer), "WIDE": kind == "i64", "GRAIN": grain,
-        "ROWS": height, "COLUMNS": width,
+        "STEPS": (*steps, 0, 0)[:3], "MOVES": (*moves, False, False)[:3], "OUTER": len(outer),
+        "TILED": tiled, "WIDE": kind == "i64", "GRAIN": grain, "ROWS": height, "COLUMNS": width,
     }  # fmt: skip
     build = _build(cls, call, "broadcasting", numbers, constants, warps, steps)
-    passed = [given[name] for name in numbers if given.get(name)]
-    programs = cdiv(rows, height) * column_tiles
-    return build, (
-        programs, (rows, columns // grain, column_tiles, *passed, *_scalars(cls, call)),
-    )  # fmt: skip
+    passed = [given[name] for name, kind in numbers.items() if isinstance(kind, str)]
+    tiles = rows // outer[0] * row_tiles if tiled and outer[0] else cdiv(rows, height)
+    return build, (tiles * column_tiles, (*passed, *_scalars(cls, call)))
 
 
 def _bind(launcher: Launcher, call: CallSpec, launches: tuple[int, Numbers]) -> Run:
@@ -274,7 +291,7 @@ class NanToNum(Pointwise):
 
 
 class Round(Pointwise):
-    """Decimals multiply, tens divide."""
+    """Decimals multiply, tens divide; the power of ten goes with its inverse."""
 
     @classmethod
     def expression(cls, call: CallSpec) -> DeviceFunction:
@@ -283,7 +300,10 @@ class Round(Pointwise):
 
     @classmethod
     def scalars(cls, call: CallSpec) -> Numbers:
-        return (10.0 ** abs(call.params.decimals),) if call.params.decimals else ()
+        if not call.params.decimals:
+            return ()
+        power = ctypes.c_float(10.0 ** abs(call.params.decimals)).value
+        return power, 1 / power
 
 
 class PReLU(Pointwise):

@@ -65,57 +65,91 @@ def flat(a, b, c, y, n, p, q, r, EXPRESSION: tl.constexpr, TENSORS: tl.constexpr
 
 
 @triton.jit
-def _row_value(pointer, index, s0, s1, s2, n0, n1, column, inside, row_inside, STEP: tl.constexpr,
-               OUTER: tl.constexpr, GRAIN: tl.constexpr):  # fmt: skip
-    if OUTER == 1:
-        offset = index * s0
-    elif OUTER == 2:
-        offset = index % n0 * s0 + index // n0 * s1
-    else:
-        rest = index // n0
-        offset = index % n0 * s0 + rest % n1 * s1 + rest // n1 * s2
-    if STEP == 0:
-        return _wide(tl.load(pointer + offset, mask=row_inside))
-    else:
-        return _wide(tl.load(pointer + (offset * GRAIN + column), mask=inside))
+def _split(index, by):
+    """``index // by`` and what is left; without signs that takes a third less."""
+    U: tl.constexpr = tl.uint64 if index.dtype == tl.int64 else tl.uint32
+    quotient = (index.to(U) // by.to(U)).to(index.dtype)
+    return quotient, index - quotient * by
 
 
 @triton.jit
-def broadcasting(a, b, c, y, rows, groups, column_tiles, n0, n1, a0, a1, a2, b0, b1, b2, c0, c1, c2,
-                 p, q, r, EXPRESSION: tl.constexpr, TENSORS: tl.constexpr, SCALARS: tl.constexpr,
-                 CARE: tl.constexpr, STEPS: tl.constexpr, OUTER: tl.constexpr, WIDE: tl.constexpr,
-                 GRAIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """``y`` is rows of ``groups * GRAIN`` columns; ``n0`` rows make the innermost outer axis. ``WIDE``:
-    offsets need 64 bits."""
+def _row_value(pointer, row, rest, s0, s1, s2, n1, column, inside, row_inside, column_inside,
+               STEP: tl.constexpr, MOVES: tl.constexpr, OUTER: tl.constexpr, TILED: tl.constexpr,
+               GRAIN: tl.constexpr):  # fmt: skip
+    """A value for each element of the tile, for each of its rows or columns, or one for all of it."""
+    offset = row * s0 if MOVES else 0
+    if OUTER == 2:
+        offset += rest * s1
+    elif OUTER == 3:
+        outermost, middle = _split(rest, n1)
+        offset += middle * s1 + outermost * s2
+    if STEP == 0:
+        if TILED and not MOVES:
+            return _wide(tl.load(pointer + offset))
+        else:
+            return _wide(tl.load(pointer + offset, mask=row_inside))
+    else:
+        if TILED and not MOVES:
+            return _wide(tl.load(pointer + (offset * GRAIN + column), mask=column_inside))
+        else:
+            return _wide(tl.load(pointer + (offset * GRAIN + column), mask=inside))
+
+
+@triton.jit
+def broadcasting(a, b, c, y, rows, groups, column_tiles, row_tiles, n0, n1, a0, a1, a2, b0, b1, b2,
+                 c0, c1, c2, p, q, r, EXPRESSION: tl.constexpr, TENSORS: tl.constexpr,
+                 SCALARS: tl.constexpr, CARE: tl.constexpr, STEPS: tl.constexpr, MOVES: tl.constexpr,
+                 OUTER: tl.constexpr, TILED: tl.constexpr, WIDE: tl.constexpr, GRAIN: tl.constexpr,
+                 ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """``y`` is rows of ``groups * GRAIN`` columns; ``n0`` rows make the innermost outer axis, and a tile
+    lies within them if ``TILED``. ``STEPS`` and ``MOVES`` say whether a tensor differs from column to
+    column and from row to row. ``WIDE``: offsets need 64 bits."""
     columns = groups * GRAIN  # so that the compiler knows what divides a row
     tile = tl.program_id(0)
-    first_row = (tile // column_tiles).to(tl.int64) * ROWS
-    first_column = (tile % column_tiles).to(tl.int64) * COLUMNS
-    # 32 bits address the inside of a tile: it has one row, or its rows are shorter than a tile.
-    row, place = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
-    row_inside = row < rows - first_row
-    inside = row_inside & (place < columns - first_column)
-    column = first_column + place
     if WIDE:
-        index = first_row + row
+        tile = tile.to(tl.int64)
+    tile, column_tile = _split(tile, column_tiles)
+    first_column = column_tile * COLUMNS
+    down, place = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
+    if TILED:
+        if OUTER == 1:
+            rest = 0
+            within = tile * ROWS
+            first_row = within
+        else:
+            rest, within = _split(tile, row_tiles)
+            within *= ROWS
+            first_row = rest * n0 + within
+        row = within + down
+        row_inside = down < n0 - within
     else:
-        index = first_row.to(tl.int32) + row
-        column = column.to(tl.int32)
+        first_row = tile * ROWS
+        rest, row = _split(first_row + down, n0)
+        row_inside = down < rows - first_row
+    column_inside = place < columns - first_column
+    inside = row_inside & column_inside
+    column = first_column + place
     scalars = (p, q, r)[:SCALARS] + CARE
-    x = _row_value(a, index, a0, a1, a2, n0, n1, column, inside, row_inside, STEPS[0], OUTER, GRAIN)
+    x = _row_value(
+        a, row, rest, a0, a1, a2, n1, column, inside, row_inside, column_inside, STEPS[0], MOVES[0], OUTER,
+        TILED, GRAIN,
+    )  # fmt: skip
     if TENSORS == 1:
         result = EXPRESSION(x, *scalars)
     else:
         other = _row_value(
-            b, index, b0, b1, b2, n0, n1, column, inside, row_inside, STEPS[1], OUTER, GRAIN
-        )
+            b, row, rest, b0, b1, b2, n1, column, inside, row_inside, column_inside, STEPS[1], MOVES[1],
+            OUTER, TILED, GRAIN,
+        )  # fmt: skip
         if TENSORS == 2:
             result = EXPRESSION(x, other, *scalars)
         else:
             third = _row_value(
-                c, index, c0, c1, c2, n0, n1, column, inside, row_inside, STEPS[2], OUTER, GRAIN
-            )
+                c, row, rest, c0, c1, c2, n1, column, inside, row_inside, column_inside, STEPS[2],
+                MOVES[2], OUTER, TILED, GRAIN,
+            )  # fmt: skip
             result = EXPRESSION(x, other, third, *scalars)
     result = result.to(y.dtype.element_ty)
+    # 32 bits address the inside of a tile: it has one row, or its rows are shorter than a tile.
     to = y + (first_row * columns + first_column)
-    tl.store(to + (row * columns.to(tl.int32) + place), result, mask=inside)
+    tl.store(to + (down * columns.to(tl.int32) + place), result, mask=inside)

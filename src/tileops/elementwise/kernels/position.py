@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 
@@ -15,12 +16,12 @@ __all__ = ["Alibi", "Sinusoidal"]
 DEVICE = f"{__name__}_triton"
 
 TILE = 4096
-"""Most elements of one program, all of one row."""
+"""Elements of one program: part of a row, or several rows. One short row would leave it waiting."""
 WARPS = 4
 
 
 class _Rows(Kernel):
-    """Rows of the output, each in tiles of one program; the table lies with the plan."""
+    """Rows of the output in tiles of one program, which looks up what it needs of a table."""
 
     general = True
     device_function: str
@@ -28,40 +29,50 @@ class _Rows(Kernel):
 
     @classmethod
     def table(cls, call: CallSpec) -> torch.Tensor:
-        """What a program looks up, on the call's device."""
-        raise NotImplementedError
+        """On the call's device."""
+        raise NotImplementedError(f"{cls.__name__} must define table")
 
     @classmethod
     def entry_for(cls, call: CallSpec) -> Entry:
         output = call.spec("output")
         columns = output.shape[-1]
-        block = min(TILE, next_power_of_2(columns))
+        width = min(TILE, next_power_of_2(columns))
         build = TritonBuild(
             f"{DEVICE}:{cls.device_function}",
             signature=(
-                ("table", cls.table_type), ("y", pointer_to(output.dtype)), ("per_entry", "i32"),
-                ("columns", "i32"), ("tiles", "i32"),
+                ("table", cls.table_type), ("y", pointer_to(output.dtype)), ("rows", "i32"),
+                ("per_entry", "i32"), ("columns", "i32"), ("tiles", "i32"),
             ),
-            constexprs=(("BLOCK", block),),
+            constexprs=(("ROWS", TILE // width), ("COLUMNS", width)),
             num_warps=WARPS,
             aligned=("y", *(("columns",) if columns % 16 == 0 else ())),
         )  # fmt: skip
-
-        def bind(launcher: Launcher, call: CallSpec) -> Run:
-            return _bind(launcher, call, cls.table(call), block)
-
-        return Entry(build.identity, build, bind)
+        # The table is part of what is built: a call that is captured into a graph must find it.
+        return Entry((build.identity, _entries(call)), partial(_loaded, build, cls, call), _bind)
 
 
-def _bind(launcher: Launcher, call: CallSpec, table: torch.Tensor, block: int) -> Run:
+def _entries(call: CallSpec) -> int:
+    """What the table follows from: the slopes of so many heads, or the turns of so many columns."""
+    shape = call.spec("output").shape
+    return shape[0] if len(shape) == 3 else shape[-1]
+
+
+def _loaded(build: TritonBuild, cls: type[_Rows], call: CallSpec) -> tuple[Launcher, torch.Tensor]:
+    return build(), cls.table(call)
+
+
+def _bind(loaded: tuple[Launcher, torch.Tensor], call: CallSpec) -> Run:
+    launcher, table = loaded
     output, launch = call.spec("output"), launcher.on(call.device.index)
     rows, columns = output.numel // output.shape[-1], output.shape[-1]
-    tiles, fresh = cdiv(columns, block), output_of(output)
+    width = min(TILE, next_power_of_2(columns))
+    tiles, fresh = cdiv(columns, width), output_of(output)
+    programs = cdiv(rows, TILE // width) * tiles
     per_entry = columns if len(output.shape) == 3 else 1
 
     def run() -> torch.Tensor:
         y = fresh()
-        launch(rows * tiles, 1, 1, table, y, per_entry, columns, tiles)
+        launch(programs, 1, 1, table, y, rows, per_entry, columns, tiles)
         return y
 
     return run

@@ -5,24 +5,37 @@ import triton.language as tl
 
 
 @triton.jit
-def alibi(table, y, per_entry, columns, tiles, BLOCK: tl.constexpr):
-    """Row ``h * per_entry + i`` is ``-table[h] * |i - j|``."""
-    row = tl.program_id(0) // tiles
-    first = (tl.program_id(0) % tiles) * BLOCK
-    place = tl.arange(0, BLOCK)
-    distance = tl.abs(row % per_entry - first - place).to(tl.float32)
-    value = (0.0 - tl.load(table + row // per_entry)) * distance
-    to = y + row.to(tl.int64) * columns + first
-    tl.store(to + place, value.to(y.dtype.element_ty), mask=place < columns - first)
+def _tile(tiles, ROWS: tl.constexpr):
+    """The rows of this program, and the number of its tile in them."""
+    return tl.program_id(0) // tiles * ROWS + tl.arange(0, ROWS)[:, None], tl.program_id(0) % tiles
 
 
 @triton.jit
-def sinusoidal(table, y, per_entry, columns, tiles, BLOCK: tl.constexpr):
+def _store(y, value, row, rows, columns, tile, COLUMNS: tl.constexpr):
+    first, place = tile * COLUMNS, tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows) & (place < columns - first)
+    to = y + (row.to(tl.int64) * columns + first)
+    tl.store(to + place, value.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def alibi(table, y, rows, per_entry, columns, tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Row ``h * per_entry + i`` is ``-table[h] * |i - j|``."""
+    row, tile = _tile(tiles, ROWS)
+    place = tl.arange(0, COLUMNS)[None, :]
+    distance = tl.abs(row % per_entry - tile * COLUMNS - place).to(tl.float32)
+    slope = tl.load(table + row // per_entry, mask=row < rows, other=0.0)
+    _store(y, (0.0 - slope) * distance, row, rows, columns, tile, COLUMNS)
+
+
+@triton.jit
+def sinusoidal(
+    table, y, rows, per_entry, columns, tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     """Columns ``2 * i`` and ``2 * i + 1`` of row ``p`` are sine and cosine of ``p * table[i]`` quarter
     turns."""
-    row = tl.program_id(0) // tiles
-    first = (tl.program_id(0) % tiles) * BLOCK
-    pair = first // 2 + tl.arange(0, BLOCK // 2)
+    row, tile = _tile(tiles, ROWS)
+    pair = tile * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)[None, :]
     turn = tl.load(table + pair, mask=pair < columns // 2, other=0.0)
     # In float64, and whole quarters go without rounding. No constant but powers of 2 beside float64:
     # Triton rounds the arguments of its functions to float32.
@@ -44,7 +57,4 @@ def sinusoidal(table, y, per_entry, columns, tiles, BLOCK: tl.constexpr):
     left, right = tl.where(swapped, cosine, sine), tl.where(swapped, sine, cosine)
     left = tl.where(quarter >= 2, -left, left)
     right = tl.where((quarter == 1) | (quarter == 2), -right, right)
-    place = tl.arange(0, BLOCK)
-    to = y + row.to(tl.int64) * columns + first
-    value = tl.interleave(left, right).to(y.dtype.element_ty)
-    tl.store(to + place, value, mask=place < columns - first)
+    _store(y, tl.interleave(left, right), row, rows, columns, tile, COLUMNS)

@@ -178,6 +178,7 @@ class _Rules:
         self.needs_zeros = [not item.optional for item in items[: len(self.places)]]
         self.names = [item.name if item.kw_only else "" for item in items]
         self.wanted = [inputs[name] for name in wiring.inputs]
+        self.results = wiring.results
         self.refused = [(n, name) for name, n in inputs.items() if n not in self.wanted]
         self.saved = [self._source(name, branch, inputs, returned) for name in wiring.saved]
 
@@ -229,8 +230,8 @@ class _Rules:
             args = [t for t, name in zip(tensors, self.names, strict=True) if not name]
             named = {name: t for t, name in zip(tensors, self.names, strict=True) if name}
             results = self.gradient.call(ctx.op, ctx.state.key, ctx.target, args, named)
-            for n, result in zip(self.wanted, results, strict=True):
-                found[n] = result
+            for n, place in zip(self.wanted, self.results, strict=True):
+                found[n] = results[place] if ctx.needs_input_grad[n] else None
         return tuple(found)
 
     def _filled(self, ctx: Any, given: list[Any]) -> list[Any]:

@@ -44,6 +44,8 @@ class Wiring:
     """Its parameters that say which gradients are wanted, one for each of ``inputs``."""
     inputs: tuple[str, ...]
     """The forward's inputs whose gradients are its outputs."""
+    results: tuple[int, ...]
+    """For each of ``inputs`` which of its outputs that is: equal gradients may be one."""
 
 
 def backward_name(name: str, taken: Container[str] = ()) -> str:
@@ -82,6 +84,7 @@ def wiring_of(entry: Entry, saved: tuple[str, ...], params: tuple[str, ...]) -> 
         params,
         _prefixed("wants_", inputs, taken),
         inputs,
+        tuple(range(len(inputs))),
     )
 
 
@@ -102,9 +105,14 @@ def _gradients(entry: Entry, wiring: Wiring) -> list[Input]:
     return found
 
 
+def _gradient_names(entry: Entry, wiring: Wiring) -> tuple[str, ...]:
+    """Of the outputs, one for each of the inputs."""
+    return _prefixed("grad_", wiring.inputs, _taken(entry))
+
+
 def _given(entry: Entry, wiring: Wiring) -> list[Output]:
     """The gradients that go out."""
-    names = _prefixed("grad_", wiring.inputs, _taken(entry))
+    names = _gradient_names(entry, wiring)
     found = []
     for own, want, name in zip(names, wiring.wants, wiring.inputs, strict=True):
         item = entry.input(name)
@@ -211,11 +219,24 @@ def dedicated_wiring(entry: Entry, backward: Entry) -> Wiring:
             backward.where, backward.name, f"as backward of {entry.name}: {faults[0]}"
         )
     grads = len(entry.differentiable_outputs)
-    return wiring_of(
+    wiring = wiring_of(
         entry,
         tuple(item.name for item in backward.inputs[grads:]),
         tuple(p.name for p in backward.params if p.name in entry.shape_params),
     )
+    return dataclasses.replace(wiring, results=_results(entry, backward, wiring))
+
+
+def _results(entry: Entry, backward: Entry, wiring: Wiring) -> tuple[int, ...]:
+    """For each of the forward's inputs the output that is its gradient: that of its name, else the one
+    that its wish makes appear; -1 where there is none."""
+    places = {output.name: n for n, output in enumerate(backward.outputs)}
+    asked = [() if o.nullable is None else o.nullable.names for o in backward.outputs]
+    found = []
+    for own, want in zip(_gradient_names(entry, wiring), wiring.wants, strict=True):
+        others = (n for n, names in enumerate(asked) if want in names)
+        found.append(places[own] if own in places else next(others, -1))
+    return tuple(found)
 
 
 def faults_of_backward(entry: Entry, backward: Entry) -> list[str]:
@@ -298,16 +319,30 @@ def _param_faults(entry: Entry, backward: Entry, wiring: Wiring) -> list[str]:
 
 def _output_faults(entry: Entry, backward: Entry, wiring: Wiring) -> list[str]:
     saved = tuple(item.name for item in backward.inputs)
-    wanted = _given(entry, dataclasses.replace(wiring, saved=saved))
+    each = _given(entry, dataclasses.replace(wiring, saved=saved))
+    results = _results(entry, backward, wiring)
+    groups = [
+        [ours for ours, place in zip(each, results, strict=True) if place == n]
+        for n in range(len(backward.outputs))
+    ]
     names = [output.name for output in backward.outputs]
-    if names != [output.name for output in wanted]:
-        accepted = ", ".join(output.name for output in wanted)
+    if -1 in results or names != [group[0].name for group in groups if group]:
+        accepted = ", ".join(output.name for output in each)
         return [f"its outputs are {accepted}; given {', '.join(names) or 'none'}"]
     faults = []
-    for ours, given in zip(wanted, backward.outputs, strict=True):
-        faults += _differences(ours.dtype, (), ours.shape, given, "the input")
-        alone = len(wanted) == 1 and given.nullable is None  # it is wanted, or nobody calls
-        if not alone and not _same(ours.nullable, given.nullable):
-            assert ours.nullable is not None
-            faults.append(f"outputs.{given.name}.nullable: accepted: {ours.nullable.text!r}")
+    for group, given in zip(groups, backward.outputs, strict=True):
+        for ours in group:
+            faults += _differences(ours.dtype, (), ours.shape, given, "the input")
+        alone = len(each) == 1 and given.nullable is None  # it is wanted, or nobody calls
+        wanted = _nullable(group)
+        if not alone and not _same(wanted, given.nullable):
+            faults.append(f"outputs.{given.name}.nullable: accepted: {wanted.text!r}")
     return faults
+
+
+def _nullable(group: list[Output]) -> Expr:
+    """When nobody wants an output that is the gradient of each of these."""
+    texts = [output.nullable.text for output in group if output.nullable is not None]
+    if len(texts) == 1:
+        return Expr(texts[0])
+    return Expr(f"not ({' or '.join(text.removeprefix('not ') for text in texts)})")

@@ -257,7 +257,16 @@ class _Emitter:
     def _emitted(self, item: Input, sure: bool) -> bool:
         """Whether all that its check needs was known, if ``sure`` in every call; then it stands."""
         self.sure = sure
-        told = {other.dtype.text for other in (*self.told, item) if other.dtype is not None}
+        # What an input that must be passed will tell waits for it.
+        certain = {
+            o.dtype.text for o in self.entry.inputs if o.dtype is not None and not o.optional
+        }
+        told = {
+            other.dtype.text
+            for other in (*self.told, item)
+            if other.dtype is not None
+            and not (sure and other.optional and other is not item and other.dtype.text in certain)
+        }
         if item.dtype is not None and item.dtype.names & set(self.entry.dtypes) - told:
             return False
         lines, level, temporary = len(self.lines), self.level, self.temporary

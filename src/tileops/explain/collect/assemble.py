@@ -11,36 +11,41 @@ from tileops.engine.record import Event as Recorded
 from tileops.explain import torch_private as private
 from tileops.explain.collect.capture import crossing, read_break, read_inlined, read_loops
 from tileops.explain.collect.dispatch import read_dispatch
-from tileops.explain.collect.events import Event
+from tileops.explain.collect.events import Event, Events
 from tileops.explain.collect.graphs import UserLines, read_graph
 from tileops.explain.collect.guards import read_guards, read_recompile
 from tileops.explain.collect.inductor import Lowered, read_inductor
+from tileops.explain.collect.measure import UNMEASURED
 from tileops.explain.collect.nodes import read_eager, read_nodes
 from tileops.explain.collect.normalise import STAGES, read_normalisation
-from tileops.explain.collect.run import read_caches, read_cuda_graphs, read_phases
+from tileops.explain.collect.run import read_caches, read_cuda_graphs, read_own_caches, read_phases
 from tileops.explain.model import Compilation, Graph, Line, Report, Unknown
 
 _RESUME = re.compile(r"^torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line>\d+)$")
 
 
-def assemble(
-    report: Report, events: list[Event], recorded: list[Recorded], *, cuda_graphs: bool | None
-) -> None:
+def assemble(report: Report, heard: Events, *, cuda_graphs: bool | None) -> None:
     """Fill ``report`` with what was seen."""
-    pieces = [_compilation(group, cuda_graphs) for group in _by_compilation(events)]
-    report.compilations = [one for one in pieces if one.capture or one.breaks or one.error]
+    recorded = heard.recorded
+    groups = _by_compilation(heard.seen)
+    pieces = [(_compilation(group, cuda_graphs), group) for group in groups]
+    for one, group in pieces:
+        one.caches = read_caches(group, one, heard.started)
+    known = [(one, group) for one, group in pieces if one.capture or one.breaks or one.error]
+    report.compilations = [one for one, _ in known]
     _after_breaks(report.compilations)
-    for one in report.compilations:
+    for one, group in known:
         _whole_paths(one)
         _plain_names(one)
-        one.ops = read_nodes(one, recorded)
+        lowered = [e.data["graph"] for e in _of(group, "inductor_post_grad_graph")]
+        read_nodes(one, recorded, _rewriting(group, recorded), lowered)
     graphs = [
         g for one in report.compilations if one.normalisation for g in one.normalisation.graphs
     ]
     captured = [one.capture for one in report.compilations if one.capture]
-    gradient = any(g.stage == "joint" for g in graphs)
-    report.dispatch = read_dispatch([*captured, *graphs], gradient=gradient)
+    report.dispatch = read_dispatch([*captured, *graphs])
     report.eager_ops = read_eager(recorded, report.compilations)
+    report.caches = read_own_caches(recorded)
     report.sources = _sources(report)
     report.unknown = _unknown(report)
 
@@ -63,6 +68,17 @@ def _by_compilation(events: list[Event]) -> list[list[Event]]:
     return groups
 
 
+def _rewriting(group: list[Event], recorded: list[Recorded]) -> list[Recorded]:
+    """What the backend "tileops" did: between the captured graph and what torch tells next of it."""
+    numbers = [i for i, event in enumerate(group) if event.kind == "dynamo_output_graph"]
+    if not numbers:
+        return []
+    start = group[numbers[-1]].recorded
+    end = next((event.recorded for event in group[numbers[-1] + 1 :]), len(recorded))
+    kinds = ("inlined", "substituted", "fused", "declined", "near miss")
+    return [event for event in recorded[start:end] if event.kind in kinds]
+
+
 def _of(events: list[Event], kind: str) -> list[Event]:
     return [event for event in events if event.kind == kind]
 
@@ -71,6 +87,8 @@ def _compilation(events: list[Event], cuda_graphs: bool | None) -> Compilation:
     place = events[0].place or ""
     metrics = _of(events, "compilation_metrics")
     told = metrics[-1].data if metrics else {}
+    for event in _of(events, "recompile_reasons"):  # where no version is made, nobody else tells
+        told = {**told, **{k: told.get(k) or v for k, v in event.data["code"].items()}}
     function = told.get("co_name") or ""
     resumed = _RESUME.match(function)
     file, number = told.get("co_filename"), told.get("co_firstlineno")
@@ -98,13 +116,13 @@ def _compilation(events: list[Event], cuda_graphs: bool | None) -> Compilation:
     if guards := _of(events, "dynamo_cpp_guards_str"):
         one.guards = read_guards(guards[-1])
     if reasons := _of(events, "recompile_reasons"):
-        one.recompile = read_recompile(reasons[-1], int(place.rsplit("/", 1)[-1]))
+        failed = told.get("fail_reason") or ""
+        one.recompile = read_recompile(reasons[-1], int(place.rsplit("/", 1)[-1]), failed)
     stages = {event.kind: event for event in events if event.kind in STAGES and event.text}
     if stages:
         made = [_graph(STAGES[kind], event, lines) for kind, event in stages.items()]
         one.normalisation = read_normalisation(made, one.capture)
     _lowered(one, events, lines)
-    one.caches = read_caches(events)
     one.phases = read_phases(events)
     gpu = one.capture is not None and any(
         (node.device or "").startswith("cuda") for node in one.capture.nodes
@@ -136,12 +154,15 @@ def _lowered(one: Compilation, events: list[Event], lines: UserLines) -> None:
         elif event.kind == "autotuned" and event.data["times"]:
             timed.append(event.data["times"])
         elif event.kind == "inductor_post_grad_graph":
-            graph = _graph("lowered", event, lines)
+            graph = event.data["graph"] = _graph("lowered", event, lines)
         elif event.kind == "inductor_output_code" and event.text:
             path = event.data.get("filename")
             told = Lowered(event.text, path, graph, fusion, scheduled, timed, captured)
             one.inductor.append(read_inductor(told))
             fusion, timed, scheduled, graph = [], [], None, nothing
+        elif event.kind in ("fx_graph_cache_hit", "fx_graph_cache_miss"):  # follows the code
+            for lowered in one.inductor[-1:]:
+                lowered.key = lowered.key or event.json().get("key")
 
 
 def _after_breaks(compilations: list[Compilation]) -> None:
@@ -203,20 +224,23 @@ def _sources(report: Report) -> dict[str, str]:
 
 def _unknown(report: Report) -> list[Unknown]:
     lowered = [each for one in report.compilations for each in one.inductor]
-    found = []
+    found = [Unknown(what, why) for what, why in private.missing.items()]
+    if not report.compilations:
+        why = "no call compiled: compiled before, or no tensor work, or torch.compile is disabled"
+        found.append(Unknown("every stage", why))
     if any(each.kernels and each.unfused is None for each in lowered):
         why = (
             "the code came from a cache: nothing was scheduled or timed. Explain with a cold cache."
         )
         found.append(Unknown("fusion groups, reasons and autotuning", why))
-    if lowered:
-        why = "a session listens to the compiler and measures no kernel"
-        found.append(Unknown("device time, bandwidth and host gaps of each kernel", why))
-    if report.breaks:
-        why = "a session listens to the compiler and measures no run"
-        found.append(Unknown("synchronisations at graph breaks", why))
-    if any(entry.visited is None for entry in report.dispatch):
-        found.append(Unknown("dispatch tables", "torch has no table for an operator"))
+    if report.compilations:
+        why = "no run was measured: ask for it by measure=True"
+        found.append(Unknown(UNMEASURED, why))
+    if any(kernel.language == "triton" for each in lowered for kernel in each.kernels):
+        why = "torch does not tell whether Triton's own cache had it"
+        found.append(Unknown("cache of the machine code of Triton kernels", why))
+    if bare := [each.operator for each in report.dispatch if each.visited is None]:
+        found.append(Unknown(f"dispatch of {', '.join(bare)}", "torch has no table for it"))
     if any(one.cuda_graphs and one.cuda_graphs.used is None for one in report.compilations):
         found.append(Unknown("CUDA graphs", "they are recorded at a later call"))
     return found

@@ -20,13 +20,19 @@ _CALL = re.compile(
 
 # Which words of torch's reason tell the kind: the first that fits.
 _KINDS = {
-    "print": r"builtin `?print|builtin operator `print`|logging (function|method)",
+    "print": r"builtin `?print|builtin operator `print`|logging (function|method)|logging\.Logger method",
+    "shape": r"Dynamic shape operator|DynamicOutputShape|output shape depends on",
     "item": r"\.item\(\)|\.tolist\(\)|data[- ]dependent (?!branch|jump|control)|DataDependentOutput",
     "branch": r"[Dd]ata-dependent (branching|jump|control)|generic_jump",
+    "asked": r"graph_break\(\)|User-inserted graph break",
+    "raise": r"Observed exception",
+    "backward": r"Tensor\.backward\(\)|requires_grad_\(\) intermediate|autograd\.grad",
     "generator": r"generator|yield",
     "skipped": r"marked as skipped|skip(ped)? function|in skipfiles|(compiler|dynamo)\.disable",
     "builtin": r"builtin|[Uu]nsupported|C(/C\+\+)? (function|extension)",
 }
+_ABANDONED = "Failed to handle graph break gracefully"
+"""Torch found no place to go on from, and gives the function up."""
 _ADVICE = {
     "print": """Print outside the compiled function, or let torch do it after the graph:
         torch._dynamo.config.reorderable_logging_functions.add(print).""",
@@ -34,6 +40,11 @@ _ADVICE = {
         needs the number, set torch._dynamo.config.capture_scalar_outputs = True, or read it outside.""",
     "branch": """Choose by value without leaving the graph: torch.where for elements, torch.cond for
         work.""",
+    "shape": """Keep the shape: torch.where or a mask in the place of selected elements. Or let the graph
+        hold unknown sizes: torch._dynamo.config.capture_dynamic_output_shape_ops = True.""",
+    "asked": "Somebody wrote torch._dynamo.graph_break() here: remove it where it is no longer needed.",
+    "raise": """Check before the compiled function, or by torch._check, which stays in the graph.""",
+    "backward": """Compile the forward and call backward outside: its graph is compiled with it.""",
     "generator": "Build a list in a plain loop, or pass a list instead of a generator.",
     "skipped": """Remove torch.compiler.disable where it is yours; else call the function before or
         after the compiled part, or wrap it as an operator with torch.library.""",
@@ -66,16 +77,18 @@ def read_break(event: Event) -> Break:
 def _summary(told: str) -> str:
     """Torch's first sentence about the cause and its explanation; hints stand apart."""
     lines = [line.strip() for line in told.splitlines() if line.strip()]
-    while lines and lines[0].startswith("Encountered graph break"):
+    abandoned = bool(lines) and lines[0].startswith(_ABANDONED)
+    while lines and lines[0].startswith(("Encountered graph break", _ABANDONED)):
         lines = lines[1:]
     explanation = re.search(r"Explanation: (.+?)(?=\n\s*(?:Hint|Developer)|\Z)", told, re.DOTALL)
     head = lines[0] if lines else told
     rest = " ".join(explanation[1].split()) if explanation else ""
-    return f"{head.rstrip('.')}. {rest}" if rest else head
+    text = f"{head.rstrip('.')}. {rest}" if rest else head
+    return f"The function runs without torch.compile: {text}" if abandoned else text
 
 
 def _kind(told: str) -> str:
-    cause = re.sub(r"^Encountered graph break.*?:\n", "", told, flags=re.DOTALL)
+    cause = re.sub(rf"^(Encountered graph break|{_ABANDONED}).*?:\n", "", told, flags=re.DOTALL)
     cause = re.sub(r"^\s*Hint: .*$", "", cause, flags=re.MULTILINE)
     return next((kind for kind, words in _KINDS.items() if re.search(words, cause)), "other")
 

@@ -6,10 +6,13 @@ import contextlib
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from tileops.engine.record import Event as Recorded
+from tileops.engine.record import recording
 from tileops.explain import torch_private as private
 
 _CONTEXT = {
@@ -32,6 +35,8 @@ class Event:
     attempt: int
     data: dict[str, Any] = field(default_factory=dict)
     text: str = ""
+    recorded: int = 0
+    """How many events this library had recorded by then: those know no compilation."""
 
     def json(self) -> Any:
         return json.loads(self.text)
@@ -42,11 +47,18 @@ class Events:
 
     def __init__(self) -> None:
         self.seen: list[Event] = []
+        self.recorded: list[Recorded] = []
+        self.started = time.time()
         self._lock = threading.Lock()
         self._end_autotune: Callable[[], None] | None = None
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
+        with recording() as self.recorded, self._tapping():
+            yield
+
+    @contextlib.contextmanager
+    def _tapping(self) -> Iterator[None]:
         loggers = (
             private.TRACE_SOURCE, private.TRACE_CALL, private.FUSION, private.POST_FUSION,
             private.CUDAGRAPHS,
@@ -61,6 +73,7 @@ class Events:
                 self._end_autotune()
 
     def _add(self, event: Event) -> None:
+        event.recorded = len(self.recorded)
         with self._lock:
             self.seen.append(event)
 
@@ -77,11 +90,11 @@ class Events:
         event = Event(kind, place, attempt, data if isinstance(data, dict) else {}, text or "")
         if kind == "recompile_reasons":
             reasons = _reasons(event.text)
-            event.data = {"reasons": reasons, "actual": _actual_values(reasons)}
+            event.data = {"reasons": reasons, **_the_call(reasons)}
         elif kind in _GRAPHS:
             if kind == "inductor_post_grad_graph" and self._end_autotune is None:
                 self._end_autotune = private.on_autotune(self._timed)
-            event.data = {**event.data, "stacks": private.node_stacks()}
+            event.data = {**event.data, "stacks": private.node_stacks() or []}
         self._add(event)
 
     def _timed(self, name: str, times: dict[str, float]) -> None:
@@ -108,17 +121,20 @@ def _reasons(text: str) -> list[str]:
     return json.loads(text) if text.startswith("[") else [text]
 
 
-def _actual_values(reasons: list[str]) -> dict[str, str]:
-    """What the call brought where a guard compares a value; read now, while its frame lives."""
+def _the_call(reasons: list[str]) -> dict[str, Any]:
+    """Its function, and what it brought where a guard compares a value; read while its frame lives."""
     from tileops.explain.collect.guards import compared_source, source_value
 
     frame = private.recompiled_frame()
     if frame is None:
-        return {}
+        return {"actual": {}, "code": {}}
+    names, module, code = frame
     values = {}
     for reason in reasons:
         source = compared_source(reason)
-        value = None if source is None else source_value(source, *frame)
+        value = None if source is None else source_value(source, names, module)
         if source is not None and value is not None:
             values[source] = value
-    return values
+    named = {"co_name": code.co_name, "co_filename": code.co_filename,
+             "co_firstlineno": code.co_firstlineno}  # fmt: skip
+    return {"actual": values, "code": named}

@@ -138,11 +138,15 @@ class _Reader:
 
     def _statement(self, text: str) -> None:
         try:
-            first = ast.parse(text).body[0]
+            first, *after = ast.parse(text).body
         except SyntaxError:
             self._unparsed(text)
             return
-        if isinstance(first, ast.AnnAssign) and isinstance(first.target, ast.Name):
+        if isinstance(first, ast.AugAssign) or (
+            isinstance(first, ast.Assign) and isinstance(first.targets[0], ast.Subscript)
+        ):
+            self._write(first, after)
+        elif isinstance(first, ast.AnnAssign) and isinstance(first.target, ast.Name):
             note = ast.unparse(first.annotation).strip("'\"")
             if first.value is None:
                 self._add(Node(first.target.id, "placeholder", first.target.id, ""), note)
@@ -150,6 +154,25 @@ class _Reader:
                 self._assigned(first.target.id, first.value, note)
         elif isinstance(first, ast.Assign) and isinstance(first.targets[0], ast.Name):
             self._assigned(first.targets[0].id, first.value, None)
+
+    def _write(self, write: ast.AugAssign | ast.Assign, after: list[ast.stmt]) -> None:
+        """``y += 1;  y_1: "f32[4]" = y`` and ``y[0] = 1;  setitem = y``: the name follows."""
+        name, note = "setitem", None
+        if after and isinstance(after[0], ast.AnnAssign):
+            name, note = ast.unparse(after[0].target), ast.unparse(after[0].annotation).strip("'\"")
+        elif after and isinstance(after[0], ast.Assign):
+            name = ast.unparse(after[0].targets[0])
+        value = ast.unparse(write.value)
+        if isinstance(write, ast.AugAssign):
+            given: list[ast.expr] = [write.target]
+            target = f"operator.i{_operator_name(write.op).strip('_')}"
+        else:
+            subscript = write.targets[0]
+            assert isinstance(subscript, ast.Subscript)
+            target, given = "operator.setitem", [subscript.value, subscript.slice]
+        args = ", ".join([*map(ast.unparse, given), value])
+        inputs = self._inputs(args)
+        self._add(Node(name, "call_function", target, args, inputs, self.line), note)
 
     def _assigned(self, name: str, value: ast.expr, note: str | None) -> None:
         if isinstance(value, ast.Constant) and value.value is None:
@@ -198,13 +221,17 @@ def _read_expression(value: ast.expr, known: dict[str, Node]) -> tuple[str, str,
         if isinstance(value, kind):
             operator = getattr(value, where)
             operator = operator[0] if isinstance(operator, list) else operator
-            name = _OPERATORS.get(type(operator).__name__, type(operator).__name__.lower())
+            name = _operator_name(operator)
             parts = [child for child in ast.iter_child_nodes(value) if isinstance(child, ast.expr)]
             return "call_function", f"operator.{name}", ", ".join(map(ast.unparse, parts))
     if isinstance(value, ast.Subscript):
         args = f"{ast.unparse(value.value)}, {ast.unparse(value.slice)}"
         return "call_function", "operator.getitem", args
     return "call_function", ast.unparse(value), ""
+
+
+def _operator_name(operator: ast.AST) -> str:
+    return _OPERATORS.get(type(operator).__name__, type(operator).__name__.lower())
 
 
 _OPERATORS = {

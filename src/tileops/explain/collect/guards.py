@@ -12,7 +12,9 @@ from tileops.explain.model import Failure, Guard, Guards, Line, Recompile
 
 _GUARD = re.compile(r"^[|\s]*\+- (?P<kind>[A-Z][A-Z_0-9]+): (?P<code>.*)$")
 _ENTRY = re.compile(r"^[|\s]*\+- GuardManager: source=(?P<source>.+?), accessed_by=")
-_AT = re.compile(r"\s+# (?P<text>.*?)\s*# (?P<file>\S+?):(?P<number>\d+) in (?P<function>\S+)\s*$")
+_AT = re.compile(
+    r"\s+# (?P<text>.*?)\s*# (?P<file>\S+?):(?P<number>\d+) in (?P<function>\S+)(?:\s*| \(.*\))$"
+)
 _LATENCY = re.compile(r"Guard latency = ([\d.]+) us")
 _GLOBAL = ("GLOBAL_STATE", "DEFAULT_DEVICE", "TORCH_FUNCTION", "DETERMINISTIC", "GRAD_MODE",
            "FSDP", "AUTOCAST", "DISPATCH_KEY_SET", "DUAL_LEVEL", "FUNCTORCH")  # fmt: skip
@@ -37,16 +39,11 @@ def read_guards(event: Event) -> Guards:
             named = re.search(r"[LG]\[[^\]]+\](?:\.\w+|\[[^\]]+\])*", code)
             about = named[0] if named else (source if kind not in _GLOBAL else "")
             group = _group(kind, code)
-            guards.append(
-                Guard(
-                    group,
-                    kind,
-                    about if group != "global" else "",
-                    code,
-                    at,
-                    _properties(kind, code),
-                )
-            )
+            about = "" if group == "global" else about
+            properties = _properties(kind, code)
+            if group == "shape" and (size := _range(code)):
+                about, properties = size
+            guards.append(Guard(group, kind, about, code, at, properties))
     latency = _LATENCY.search(event.text)
     return Guards(guards, float(latency[1]) if latency else None)
 
@@ -86,7 +83,49 @@ def _properties(kind: str, code: str) -> dict[str, Any]:
             found[name] = _literal(value[1])
     if keys := re.search(r"DispatchKeySet\((.*?)\)", code):
         found["dispatch_keys"] = [key.strip() for key in keys[1].split(",")]
+        # Torch prints the index alone, None for a device of which there is one.
+        index = found.get("device")
+        kind = found["dispatch_keys"][0].lower()
+        found["device"] = kind if index is None else f"{kind}:{index}"
     return found
+
+
+def _range(code: str) -> tuple[str, dict[str, Any]] | None:
+    """``2 <= L['x'].size()[0] <= 64``: what may vary, and how far."""
+    try:
+        compared = ast.parse(code, mode="eval").body
+    except SyntaxError:
+        return None
+    if not isinstance(compared, ast.Compare):
+        return None
+    terms = [compared.left, *compared.comparators]
+    about = [term for term in terms if not isinstance(term, ast.Constant)]
+    if len(about) != 1:
+        return None
+    found: dict[str, Any] = {}
+    for left, how, right in zip(terms, compared.ops, terms[1:], strict=False):
+        number, below = (
+            (left, right is about[0]) if isinstance(left, ast.Constant) else (right, False)
+        )
+        if not isinstance(number, ast.Constant) or type(number.value) is not int:
+            return None
+        upward = isinstance(how, ast.Lt | ast.LtE)
+        if not upward and not isinstance(how, ast.Gt | ast.GtE):
+            return None
+        strict = isinstance(how, ast.Lt | ast.Gt)
+        if below == upward:
+            found["min"] = number.value + strict
+        else:
+            found["max"] = number.value - strict
+    source = about[0]
+    is_size = isinstance(source, ast.Subscript) and isinstance(source.slice, ast.Constant)
+    if (
+        isinstance(source, ast.Subscript)
+        and is_size
+        and ast.unparse(source.value).endswith(".size()")
+    ):
+        found["dimension"] = ast.literal_eval(source.slice)
+    return ast.unparse(source), found
 
 
 def _literal(text: str) -> Any:
@@ -142,10 +181,12 @@ def _follow(node: ast.expr, roots: dict[str, Any]) -> Any:
     raise ValueError(ast.unparse(node))
 
 
-def read_recompile(event: Event, number: int) -> Recompile:
+def read_recompile(event: Event, number: int, error: str) -> Recompile:
+    """``number``: compilations of this code before; ``error``: why there was none this time."""
     actual = event.data["actual"]
     failures = [_failure(reason, actual) for reason in event.data["reasons"]]
-    return Recompile(failures, number + 1, private.limit())
+    gave_up = bool(re.search(r"recompile[ _]limit", error))
+    return Recompile(failures, number + (not gave_up), private.limit(), gave_up)
 
 
 def _failure(reason: str, values: dict[str, str]) -> Failure:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from typing import Any
 
-from tileops.explain.model import Buffer, Candidate, Graph, Group, Inductor, Kernel, Line, Unfused
+from tileops.explain import torch_private as private
+from tileops.explain.collect.memory import Memory
+from tileops.explain.model import Candidate, Graph, Group, Inductor, Kernel, Line, Unfused
 
 _CANDIDATE = re.compile(r"SchedulerNode\(name='(?P<name>\w+)'\), (?P<kind>\w+)\(")
 _ORIGINS = re.compile(r"origins=OrderedSet\(\[(?P<names>[^\]]*)\]\)")
@@ -22,21 +23,14 @@ _CALLED = re.compile(
     r"^\s+(?:(?P<result>buf\w+) = )?(?P<name>[A-Za-z_][\w.]*?)(?:\.run)?\((?P<args>.*)\)\s*$"
 )
 _LOOP = re.compile(r"for\((?:int64_t|long) (\w+)=.*?; \1<(.*?); \1\+=(.*)\)$", re.MULTILINE)
+_LAUNCHES = re.compile(r"\s*def (call|partition_\d+|\w*graph\w*)\((self, )?args\)")
+"""The function of the graph, of its parts, and of graphs inside it: branches of ``cond``, loop bodies."""
 _LIBRARY = re.compile(r"(extern_kernels|aten|torch\.ops|mkldnn)\b")
-_ALLOCATED = re.compile(
-    r"^\s+(?P<name>buf\w+) = empty_strided\w*\(\((?P<size>[^)]*)\), \([^)]*\), torch\.(?P<dtype>\w+)",
-    re.MULTILINE,
-)
-_REUSED = re.compile(
-    r"^\s+(?P<name>buf\w+) = (?:reinterpret_tensor\()?(?P<old>buf\w+)\b.*# reuse", re.MULTILINE
-)
 _NOT_KERNELS = ("empty_strided", "assert_", "reinterpret_tensor", "del", "args.", "return", "torch._C",
                 "start_graph", "end_graph", "run_intermediate", "raise", "stream", "alloc_from_pool",
                 "get_raw_stream", "with", "as_strided")  # fmt: skip
 _TRITON_KINDS = {"tem": "template", "red": "reduction", "per": "reduction", "poi": "pointwise",
                  "for": "pointwise"}  # fmt: skip
-_WIDTH = {"bool": 1, "float64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "int16": 2, "int8": 1,
-          "uint8": 1, "complex64": 8, "complex128": 16, "float8_e4m3fn": 1, "float8_e5m2": 1}  # fmt: skip
 
 
 @dataclass
@@ -60,11 +54,14 @@ class Lowered:
 def read_inductor(told: Lowered) -> Inductor:
     origins, kinds = _candidates(told.fusion)
     groups = None if told.scheduled is None else _groups(told.scheduled, origins, kinds)
-    kernels = _Kernels(told, groups).found
-    apart = None if groups is None else _unfused(told.fusion, groups, told.scheduled or "")
+    memory = Memory(told.code, told.graph)
+    kernels = _Kernels(told, groups, memory).found
+    apart = None if groups is None else _unfused(told.fusion, groups, told.scheduled or "", kernels)
     code = told.code
     candidates = None if groups is None else [each for one in told.timed for each in _choice(one)]
-    return Inductor(_stage(code), kernels, apart, _buffers(code), candidates, code, told.path)
+    return Inductor(
+        _stage(code), kernels, apart, memory.buffers, candidates, code, told.path, None, memory.peak
+    )
 
 
 def _choice(times: dict[str, float]) -> list[Candidate]:
@@ -118,12 +115,8 @@ def _groups(scheduled: str, origins: dict[str, list[str]], kinds: dict[str, str]
 
 def _kind_of(member: str, text: str, kinds: dict[str, str]) -> str:
     if member in kinds:
-        kind = kinds[member]
-        return (
-            kind
-            if kind in ("pointwise", "reduction")
-            else {"scan": "reduction", "sort": "reduction"}.get(kind, "pointwise")
-        )
+        kind = kinds[member]  # also such as onlinesoftmaxreduction
+        return "reduction" if "reduction" in kind or kind in ("scan", "sort") else "pointwise"
     own = re.search(rf"^{member}: (\w+)\((.*)\)$", text, re.MULTILINE)
     what = own[0] if own else text
     if "Template" in what:
@@ -146,7 +139,9 @@ def _strongest(parts: list[str]) -> str:
 class _Kernels:
     """Launches in the order of the call, joined with fusion groups by the buffers they write."""
 
-    def __init__(self, told: Lowered, groups: list[Group] | None) -> None:
+    def __init__(self, told: Lowered, groups: list[Group] | None, memory: Memory) -> None:
+        self.memory = memory
+        self.path = told.path
         self.nodes = {node.name: node for node in told.graph.nodes}
         self.captured = told.captured
         self.groups, self.left = groups, list(groups or ())
@@ -181,6 +176,10 @@ class _Kernels:
             schedule = (
                 _triton_schedule(known["head"], source) if language == "triton" else _loops(source)
             )
+            if language == "triton" and self.path:
+                schedule |= {
+                    k: str(v) for k, v in (private.launched_with(self.path, name) or {}).items()
+                }
             origins = list(dict.fromkeys(n for group in own for n in group.nodes))
         if "tileops" in name:
             kind = "tileops"
@@ -190,7 +189,15 @@ class _Kernels:
         groups = None if self.groups is None else own
         self.found.append(
             Kernel(
-                name, kind, language, groups, origins or None, _distinct(lines), source, schedule
+                name,
+                kind,
+                language,
+                groups,
+                origins or None,
+                _distinct(lines),
+                source,
+                schedule,
+                bytes=self.memory.touched(line, source),
             )
         )
 
@@ -212,7 +219,7 @@ class _Kernels:
 def _body(code: str) -> list[str]:
     """Lines of the function that launches."""
     lines = code.splitlines()
-    starts = [i for i, line in enumerate(lines) if re.match(r"\s*def (call|partition_\d+)\(", line)]
+    starts = [i for i, line in enumerate(lines) if _LAUNCHES.match(line)]
     body = []
     for start in starts:
         depth = len(lines[start]) - len(lines[start].lstrip())
@@ -270,27 +277,15 @@ def _number(text: str) -> int | str:
     return int(bare) if bare.isdigit() else bare
 
 
-def _buffers(code: str) -> list[Buffer]:
-    body = "\n".join(_body(code))
-    found = []
-    for match in _ALLOCATED.finditer(body):
-        sizes = [part.strip() for part in match["size"].split(",") if part.strip()]
-        known = all(size.isdigit() for size in sizes)
-        width = _WIDTH.get(match["dtype"], 4)
-        found.append(
-            Buffer(match["name"], math.prod(map(int, sizes)) * width if known else None, None)
-        )
-    found += [Buffer(match["name"], None, match["old"]) for match in _REUSED.finditer(body)]
-    return found
-
-
 # ---- neighbours that stayed apart ----------------------------------------------------------------
 
 _EXTERN = "a library's kernel is opaque to Inductor: nothing fuses into it"
 
 
-def _unfused(fusion: list[str], groups: list[Group], scheduled: str) -> list[Unfused]:
-    """The scheduler's last word on two things that are in different groups at the end.
+def _unfused(
+    fusion: list[str], groups: list[Group], scheduled: str, kernels: list[Kernel]
+) -> list[Unfused]:
+    """The scheduler's last word on two things that are in different launches at the end.
 
     It is silent about calls of libraries, which it never tries; those count where one reads what
     the other wrote.
@@ -310,9 +305,12 @@ def _unfused(fusion: list[str], groups: list[Group], scheduled: str) -> list[Unf
                 extern = {"extern", "tileops"} & {first.kind, second.kind}
                 last.setdefault((first.name, second.name), _EXTERN if extern else None)
     named = {group.name: group for group in groups}
+    # On the CPU one function may hold several loop nests, one after the other.
+    launch = {group.name: i for i, each in enumerate(kernels) for group in each.groups or ()}
     return [
         Unfused(first, second, named[first].nodes, named[second].nodes, why)
         for (first, second), why in last.items()
+        if first not in launch or launch[first] != launch.get(second)
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,21 +11,88 @@ from tileops.engine.boundary.instances import live_states
 from tileops.engine.boundary.stamp import split_key
 from tileops.engine.op import Op
 from tileops.engine.record import Event as Recorded
-from tileops.explain.model import Compilation, Kernel, Node, OpNode
+from tileops.explain.collect.graphs import read_graph, user_line
+from tileops.explain.model import (
+    Compilation,
+    Graph,
+    Inductor,
+    Kernel,
+    Line,
+    NearMiss,
+    Node,
+    OpNode,
+)
 
 _OPAQUE = "an op is one opaque node to this backend: it keeps its own kernel"
 
 
-def read_nodes(one: Compilation, recorded: list[Recorded]) -> list[OpNode]:
+def read_nodes(
+    one: Compilation, recorded: list[Recorded], rewriting: list[Recorded], lowered: list[Graph]
+) -> None:
+    """Fill the ops of a compilation and its near misses. ``rewriting``: what the backend "tileops"
+    did to its graph; ``lowered``: the graphs that Inductor was given, as torch printed them."""
     kernels = [kernel for each in one.inductor for kernel in each.kernels]
-    found = []
     for node in _nodes(one):
         if node.target.startswith("torch.ops.tileops."):
             op = _op(_spelled(node.args), recorded)
             op.node, op.at = node.name, node.line
             op.not_fused = _OPAQUE if _own_kernel(node.target, kernels) else None
-            found.append(op)
-    return found
+            one.ops.append(op)
+    for event in rewriting:
+        _rewritten(one, event, recorded)
+    inlined = {event.data["node"] for event in rewriting if event.kind == "inlined"}
+    for op in one.ops:
+        if op.node in inlined:
+            op.fused_into, op.not_fused = _inside(op, one.inductor, lowered), None
+
+
+def _rewritten(one: Compilation, event: Recorded, recorded: list[Recorded]) -> None:
+    told = event.data
+    line = user_line(told["stack"])
+    if event.kind == "substituted":
+        op = _op(told.get("call", told["op"]), recorded)
+        op.node, op.at = told["node"], line
+        found = [user_line(stack) for stack in told.get("stacks", [told["stack"]])]
+        places = {(each.file, each.number): each for each in found if each is not None}
+        op.substituted_from = [places[place] for place in sorted(places)]
+        one.ops.append(op)
+    elif event.kind in ("declined", "near miss"):
+        same = [each for each in one.ops if (each.node, each.op) == (told["node"], told["op"])]
+        for op in same:
+            op.not_fused = told["reason"]
+        if not same:
+            one.near_misses.append(NearMiss(told["op"], line, told["reason"]))
+
+
+def _inside(op: OpNode, inductor: list[Inductor], lowered: list[Graph]) -> str | None:
+    """The kernels that compute the nodes of an op's decomposition."""
+    own: set[str] = set()
+    lines: list[Line | None] = [*op.substituted_from] or [op.at]
+    for graph in lowered:
+        # Torch prints the innermost line, which for such nodes is in the op's generated code.
+        raw = {node.name for node in read_graph("", graph.code).nodes if _generated(node.line)}
+        # What replaced plain code has the lines of that code.
+        own |= {
+            n.name for n in graph.nodes
+            if (op.substituted_from or n.name in raw) and any(_same_place(n.line, at) for at in lines)
+        }  # fmt: skip
+    names = [
+        kernel.name for each in inductor if each.stage != "backward" for kernel in each.kernels
+        if own & set(kernel.nodes or ())
+    ]  # fmt: skip
+    return ", ".join(names) or None
+
+
+def _generated(line: Line | None) -> bool:
+    return line is not None and line.file.startswith("tileops_generated")
+
+
+def _same_place(line: Line | None, other: Line | None) -> bool:
+    return (
+        line is not None
+        and other is not None
+        and (line.file, line.number) == (other.file, other.number)
+    )
 
 
 def read_eager(recorded: list[Recorded], compilations: list[Compilation]) -> list[OpNode]:
@@ -68,7 +136,7 @@ def _op(spelled: str, recorded: list[Recorded]) -> OpNode:
     last = _last(name, spelled)
     served = _Served()
     if last is not None:
-        build = repr(last.build) if last.build else None
+        build = re.sub(r" at 0x[0-9a-f]+", "", repr(last.build)) if last.build else None
         served = _Served(last.target, last.decided_by, last.kernel, dict(last.refused), build)
     elif plans:  # the op is gone: its plan told the same, without the build
         told = plans[-1].data

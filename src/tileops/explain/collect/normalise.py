@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 
 from tileops.explain.model import (
@@ -75,7 +76,10 @@ def writes(node: Node) -> bool:
     name = node.target.rsplit(".", 1)[-1]
     if node.target == "operator.setitem" or re.search(r"\bout=", node.args):
         return True
-    if re.search(r"(^|\.)i(add|sub|mul|truediv|floordiv|pow|and|or|xor|matmul)$", node.target):
+    if re.search(
+        r"(^|\.)i(add|sub|mul|truediv|floordiv|pow|and|or|xor|matmul|mod|lshift|rshift)$",
+        node.target,
+    ):
         return True
     return bool(_IN_PLACE.search(name)) and not name.startswith("__") and name != "requires_grad_"
 
@@ -95,7 +99,21 @@ def _rewrites(seen: list[Node], made: list[Node], copies: list[str]) -> list[Rew
     return found
 
 
+_SIGNS = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "pow": "**", "and": "&",
+          "or": "|", "xor": "^", "matmul": "@", "mod": "%", "lshift": "<<", "rshift": ">>"}  # fmt: skip
+
+
 def _as_written(node: Node) -> str:
+    if node.target == "operator.setitem" or node.target.startswith("operator.i"):
+        call = ast.parse(f"f({node.args})", mode="eval").body
+        first, *rest = (
+            [ast.unparse(each) for each in call.args] if isinstance(call, ast.Call) else [""]
+        )
+        if node.target == "operator.setitem" and len(rest) == 2:
+            return f"{first}[{rest[0].removeprefix('(').removesuffix(')')}] = {rest[1]}"
+        sign = _SIGNS.get(node.target.removeprefix("operator.i"))
+        if sign and len(rest) == 1:
+            return f"{first} {sign}= {rest[0]}"
     if node.opcode != "call_method":
         return f"{node.target}({node.args})"
     own, _, args = node.args.partition(", ")

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from pathlib import Path
 
+from tileops.engine.record import Event as Recorded
+from tileops.explain import torch_private as private
 from tileops.explain.collect.events import Event
-from tileops.explain.model import CacheLookup, CudaGraphs, Phase
+from tileops.explain.model import CacheLookup, Compilation, CudaGraphs, Phase
 
 _CACHE = re.compile(r"^(aotautograd|fx_graph)_cache_(hit|miss|bypass)$")
 _LEVELS = {"aotautograd": "aot_autograd", "fx_graph": "fx_graph"}
 
 
-def read_caches(events: list[Event]) -> list[CacheLookup]:
-    found = []
+def read_caches(events: list[Event], one: Compilation, started: float) -> list[CacheLookup]:
+    """A compilation is a miss of Dynamo's cache; a hit compiles nothing, so a session sees none."""
+    at = one.at
+    key = f"{one.function} at {at.file}:{at.number}" if at else one.function or None
+    failed = one.recompile.failures[:1] if one.recompile else []
+    why: str | None = failed[0].guard if failed else "no version was compiled yet"
+    found = [CacheLookup("dynamo", "miss", key, why), *_code_cache(one, started)]
     for event in events:
         match = _CACHE.match(event.kind)
         if match is None:
@@ -21,6 +30,36 @@ def read_caches(events: list[Event]) -> list[CacheLookup]:
         why = told.get("cache_bypass_reason") or told.get("cache_status_detailed")
         found.append(CacheLookup(_LEVELS[match[1]], match[2], told.get("key"), why))
     return found
+
+
+def _code_cache(one: Compilation, started: float) -> list[CacheLookup]:
+    """Machine code of C++ kernels: a library that is older than the session was found."""
+    libraries: dict[str, str] = {}
+    for lowered in one.inductor:
+        for kernel in lowered.kernels if lowered.path else ():
+            library = private.library(lowered.path or "", kernel.name)
+            if library is not None:
+                libraries.setdefault(library, kernel.name)
+    found = []
+    for library, name in libraries.items():
+        with contextlib.suppress(OSError):
+            made = Path(library).stat().st_mtime >= started
+            key = Path(library).name.split(".", 1)[0]
+            found.append(CacheLookup("code", "miss" if made else "hit", key, name))
+    return found
+
+
+def read_own_caches(recorded: list[Recorded]) -> list[CacheLookup]:
+    """Of this library's kernels: machine code, and choices that were timed."""
+    outcomes = {"loaded": "hit", "compiled": "miss", "reused": "hit", "tuned": "miss"}
+    return [
+        CacheLookup(
+            "tileops", outcomes[each.kind], str(each.data["key"]),
+            f"{'machine code' if each.kind in ('loaded', 'compiled') else 'choice by time'} of "
+            f"{getattr(each.data['kernel'], '__name__', each.data['kernel'])}",
+        )
+        for each in recorded if each.kind in outcomes
+    ]  # fmt: skip
 
 
 def read_phases(events: list[Event]) -> list[Phase]:

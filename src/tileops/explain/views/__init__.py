@@ -1,1 +1,1 @@
-"""A report for a terminal."""
+"""A report for a terminal and for a browser."""

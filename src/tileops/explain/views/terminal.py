@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import textwrap
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tileops.explain.model import (
@@ -13,22 +14,34 @@ from tileops.explain.model import (
     Compilation,
     Guards,
     Inductor,
+    Kernel,
     Line,
     Normalisation,
     OpNode,
     Recompile,
     Report,
 )
+from tileops.explain.views.words import UNKNOWN as _UNKNOWN
+from tileops.explain.views.words import count as _count
+from tileops.explain.views.words import size
 
-_UNKNOWN = "unknown"
+STAGES = ("capture", "breaks", "guards", "dispatch", "aten", "inductor", "run", "ops")
+"""What :func:`render` can be asked for, in the order in which it shows them."""
 
 
-def render(report: Report, *, width: int | None = None) -> str:
+def render(report: Report, *stages: str, width: int | None = None) -> str:
+    """The whole report, or its summary and ``stages`` of each compilation."""
+    if unknown := [name for name in stages if name not in STAGES]:
+        raise ValueError(f"no stage is named {unknown[0]!r}; there are {', '.join(STAGES)}")
     columns = width or min(shutil.get_terminal_size().columns, 120)
+    shown = stages or STAGES
     lines = [*_summary(report)]
     for one in report.compilations:
-        lines += ["", *_compilation(one)]
-    lines += _rest(report)
+        lines += _compilation(one, shown)
+    if "dispatch" in shown:
+        lines += _dispatch(report)
+    if not stages:
+        lines += _rest(report)
     return "\n".join(_fold(line, columns) for line in lines)
 
 
@@ -48,20 +61,9 @@ def _code(line: Line | None) -> str:
     return f"{_where(line)}  {line.text}" if line else _UNKNOWN
 
 
-def size(count: int | None) -> str:
-    """Bytes for a reader."""
-    if count is None:
-        return _UNKNOWN
-    units = ["B", "KiB", "MiB", "GiB"]
-    number = float(count)
-    while number >= 1024 and len(units) > 1:
-        number /= 1024
-        units.pop(0)
-    return f"{number:.0f} {units[0]}" if units[0] == "B" else f"{number:.1f} {units[0]}"
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number} {name}{'' if number == 1 else 's'}"
+def _first_line(text: str) -> str:
+    """Torch goes on with stacks and advice about itself."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
 def _summary(report: Report) -> Iterable[str]:
@@ -70,19 +72,39 @@ def _summary(report: Report) -> Iterable[str]:
     yield (
         f"  {_count(len(report.graphs), 'graph')}, {_count(len(report.breaks), 'break')}, "
         f"{_count(len(report.recompiles), 'recompilation')}, {_count(len(kernels), 'kernel launch')}"
-    ).replace("launchs", "launches")
-    for each in report.breaks:
-        yield f"  break: {_code(each.at)}"
+    )
+    for place, times in Counter(_code(each.at) for each in report.breaks).items():
+        yield f"  break: {place}{f'  ({times} times)' if times > 1 else ''}"
+    made = [one.normalisation for one in report.compilations if one.normalisation]
+    for place in dict.fromkeys(_code(r.at) for each in made for r in each.rewrites if r.copy):
+        yield f"  copied back to an input: {place}"
     for one in report.recompiles:
-        for failure in one.recompile.failures if one.recompile else ():
-            yield f"  recompiled {one.function}: {failure.guard}"
+        # The first failure is of the version that served the last call.
+        failures = one.recompile.failures if one.recompile else []
+        yield f"  recompiled {one.function}: {failures[0].guard if failures else _UNKNOWN}"
 
 
-def _compilation(one: Compilation) -> Iterable[str]:
+def _compilation(one: Compilation, shown: Sequence[str]) -> list[str]:
+    parts = {
+        "capture": lambda: _capture(one),
+        "breaks": lambda: [line for each in one.breaks for line in _break(each)],
+        "guards": lambda: [*_recompile(one.recompile), *_guards(one.guards)],
+        "aten": lambda: _normalisation(one.normalisation),
+        "inductor": lambda: [line for each in one.inductor for line in _inductor(each)],
+        "run": lambda: _run(one),
+        "ops": lambda: [*(line for op in one.ops for line in _op(op)), *_near(one)],
+    }
+    lines = [
+        line for stage in STAGES if stage in shown and stage in parts for line in parts[stage]()
+    ]
     rest = ", the rest after a break" if one.resumes else ""
-    yield f"[{one.id}] {one.function}{rest}  {_where(one.at)}"
+    head = ["", f"[{one.id}] {one.function}{rest}  {_where(one.at)}"]
     if one.error:
-        yield f"  failed: {one.error}"
+        head.append(f"  failed: {_first_line(one.error)}")
+    return [*head, *lines] if lines or one.error else []
+
+
+def _capture(one: Compilation) -> Iterable[str]:
     if one.capture:
         nodes = [node for node in one.capture.nodes if node.opcode.startswith("call")]
         yield f"  Capture: {_count(len(nodes), 'operation')}"
@@ -93,19 +115,6 @@ def _compilation(one: Compilation) -> Iterable[str]:
     for loop in one.loops or ():
         times = _UNKNOWN if loop.times is None else _count(loop.times, "time")
         yield f"    unrolled {times}  {_code(loop.at)}"
-    for each in one.breaks:
-        yield from _break(each)
-    if one.recompile:
-        yield from _recompile(one.recompile)
-    if one.guards:
-        yield from _guards(one.guards)
-    if one.normalisation:
-        yield from _normalisation(one.normalisation)
-    for lowered in one.inductor:
-        yield from _inductor(lowered)
-    yield from _run(one)
-    for op in one.ops:
-        yield from _op(op)
 
 
 def _break(each: Break) -> Iterable[str]:
@@ -116,39 +125,81 @@ def _break(each: Break) -> Iterable[str]:
             f"{n.name} {n.dtype or ''} {n.shape or ''} {size(n.bytes)}" for n in each.crossing
         )
         yield f"    values that cross: {values or 'none'}"
+    cost = []
     if each.extra_launches:
-        yield f"    cost: {_count(each.extra_launches, 'more graph call')} in each call"
+        cost.append(f"{_count(each.extra_launches, 'more graph call')} in each call")
+    if each.synchronizations:
+        cost.append(f"{_count(each.synchronizations, 'wait')} for the device")
+    if each.python_us is not None:
+        cost.append(f"{each.python_us:.1f} µs of Python")
+    if cost:
+        yield f"    cost: {', '.join(cost)}"
     yield f"    mend: {each.advice}"
 
 
-def _recompile(again: Recompile) -> Iterable[str]:
+def _recompile(again: Recompile | None) -> Iterable[str]:
+    if again is None:
+        return
     limit = _UNKNOWN if again.limit is None else again.limit
-    yield f"  Recompiled: version {again.count} of at most {limit}"
+    passed = ": the limit is passed, such calls run uncompiled" if again.gave_up else ""
+    yield f"  Recompiled: version {again.count} of at most {limit}{passed}"
     for failure in again.failures:
-        values = f"expected {failure.expected or _UNKNOWN}, got {failure.actual or _UNKNOWN}"
-        yield f"    {failure.source or failure.guard} {failure.property or ''}: {values}"
-        yield f"    mend: {failure.advice}"
+        about = failure.guard
+        if failure.expected is not None:
+            name = f"{failure.source or failure.guard} {failure.property or ''}"
+            about = f"{name}: expected {failure.expected}, got {failure.actual or _UNKNOWN}"
+        yield f"    not [{failure.compile_id}]: {about}"
+        yield f"      mend: {failure.advice}"
 
 
-def _guards(guards: Guards) -> Iterable[str]:
+def _guards(guards: Guards | None) -> Iterable[str]:
+    if guards is None:
+        return
     groups = Counter(guard.group for guard in guards.guards)
     cost = _UNKNOWN if guards.check_us is None else f"{guards.check_us:.1f} µs a check"
     yield f"  Guards: {', '.join(f'{n} {g}' for g, n in groups.items())}; {cost}"
+    held = 0
     for guard in guards.guards:
-        if guard.group == "shape" or guard.kind == "TENSOR_MATCH":
+        if guard.group == "shape":
+            yield f"    {guard.code.split('  # ')[0]}"
+        elif guard.kind == "TENSOR_MATCH" and re.search(
+            r"_(parameters|buffers)['\"]?\]?\[", guard.source
+        ):
+            held += 1
+        elif guard.kind == "TENSOR_MATCH":
             facts = {k: v for k, v in guard.properties.items() if k != "dispatch_keys"}
-            text = ", ".join(f"{name} {value}" for name, value in facts.items())
+            text = ", ".join(f"{k} {_fact(v)}" for k, v in facts.items() if v is not None)
             yield f"    {guard.source}: {text or guard.code}"
+    if held:
+        yield f"    {_count(held, 'parameter')} and buffers: dtype, device, size and stride of each"
 
 
-def _normalisation(made: Normalisation) -> Iterable[str]:
+def _fact(value: object) -> str:
+    """A size that may vary is None."""
+    if not isinstance(value, list):
+        return str(value)
+    return "[" + ", ".join("any" if each is None else str(each) for each in value) + "]"
+
+
+def _dispatch(report: Report) -> Iterable[str]:
+    if report.dispatch:
+        yield from ("", "Dispatch keys that a call meets, in order")
+    for each in report.dispatch:
+        steps = each.visited
+        order = [s.key if s.what == "kernel" else f"({s.key} falls through)" for s in steps or ()]
+        yield f"  {each.operator}: {_UNKNOWN if steps is None else ' → '.join(order)}"
+
+
+def _normalisation(made: Normalisation | None) -> Iterable[str]:
+    if made is None:
+        return
     counts = [f"{g.stage} {sum(n.opcode.startswith('call') for n in g.nodes)}" for g in made.graphs]
     yield f"  ATen: operations: {', '.join(counts)}"
     for rewrite in made.rewrites:
         copy = "; a copy back to the input remains" if rewrite.copy else ""
         yield f"    functional: {rewrite.before} → {'; '.join(rewrite.after) or _UNKNOWN}{copy}"
     for change in made.decompositions:
-        yield f"    {_where(change.at)}: {', '.join(change.before)} → {', '.join(change.after)}"
+        yield f"    {_where(change.at)}: {_some(change.before)} → {_some(change.after)}"
     if made.partition:
         part = made.partition
         everything = size(part.save_all_bytes)
@@ -160,19 +211,57 @@ def _normalisation(made: Normalisation) -> Iterable[str]:
 
 
 def _inductor(lowered: Inductor) -> Iterable[str]:
-    yield f"  Inductor ({lowered.stage}): {_count(len(lowered.kernels), 'kernel')}"
+    moved = [kernel.bytes for kernel in lowered.kernels if kernel.bytes is not None]
+    facts = [_count(len(lowered.kernels), "kernel")]
+    if moved and len(moved) == len(lowered.kernels):
+        facts.append(f"{size(sum(moved))} read and written")
+    if lowered.peak_bytes:
+        facts.append(f"buffers of {size(lowered.peak_bytes)} at most")
+    yield f"  Inductor ({lowered.stage}): {', '.join(facts)}"
     for kernel in lowered.kernels:
-        nodes = _UNKNOWN if kernel.nodes is None else ", ".join(kernel.nodes)
-        lines = ", ".join(map(_where, kernel.lines))
-        yield f"    {kernel.name}  {kernel.kind}, {kernel.language}: {nodes}  [{lines}]"
+        nests = [group.nodes for group in kernel.groups or () if kernel.language != "extern"]
+        nodes = " | ".join(map(_some, nests)) if len(nests) > 1 else _some(kernel.nodes)
+        lines = ", ".join(dict.fromkeys(map(_where, kernel.lines)))
+        yield f"    {kernel.name}  {_kind(kernel)}: {nodes}{_moved(kernel)}  [{lines}]"
     for each in lowered.candidates or ():
         yield f"    timed {each.kernel}: {each.time_us:.1f} µs{', chosen' if each.chosen else ''}"
     if lowered.unfused is None:
         yield f"    not fused: {_UNKNOWN}, the code came from a cache"
+    kinds = {group.name: group.kind for kernel in lowered.kernels for group in kernel.groups or ()}
+    pairs: dict[str, None] = {}
+    opaque = 0
     for apart in lowered.unfused or ():
-        first, second = ", ".join(apart.first_nodes), ", ".join(apart.second_nodes)
+        first, second = _some(apart.first_nodes), _some(apart.second_nodes)
         pair = f"{first or apart.first} | {second or apart.second}"
-        yield f"    not fused: {pair}: {apart.reason or 'torch gave no reason'}"
+        if {"extern", "tileops"} & {kinds.get(apart.first), kinds.get(apart.second)}:
+            opaque += 1
+        else:
+            pairs[f"{pair}: {apart.reason or 'torch gave no reason'}"] = None
+    for text in pairs:
+        yield f"    not fused: {text}"
+    if opaque:
+        yield f"    not fused: {_count(opaque, 'pair')} with a library's or an op's kernel, which is opaque"
+
+
+def _kind(kernel: Kernel) -> str:
+    return kernel.kind if kernel.kind == kernel.language else f"{kernel.kind}, {kernel.language}"
+
+
+def _moved(kernel: Kernel) -> str:
+    facts = [] if kernel.bytes is None else [size(kernel.bytes)]
+    if kernel.time_us is not None:
+        facts.append(f"{kernel.time_us:.1f} µs")
+    if kernel.bandwidth_fraction is not None:
+        facts.append(f"{kernel.bandwidth_fraction:.0%} of the memory's bandwidth")
+    return f"; {', '.join(facts)}" if facts else ""
+
+
+def _some(names: list[str] | None) -> str:
+    """Enough of them to be told."""
+    if names is None:
+        return _UNKNOWN
+    few = names if len(names) <= 6 else [*names[:5], f"{len(names) - 5} more"]
+    return ", ".join(few)
 
 
 def _run(one: Compilation) -> Iterable[str]:
@@ -182,20 +271,43 @@ def _run(one: Compilation) -> Iterable[str]:
         yield "  Time: " + ", ".join(f"{each.name} {each.seconds:.2f} s" for each in one.phases)
     if one.cuda_graphs:
         used = {True: "used", False: "skipped", None: _UNKNOWN}[one.cuda_graphs.used]
-        yield f"  CUDA graphs: {used} {one.cuda_graphs.reason or ''}"
+        reason = _first_line(one.cuda_graphs.reason or "").replace(
+            "skipping cudagraphs due to ", ""
+        )
+        yield f"  CUDA graphs: {used}{', ' if reason else ''}{reason.split(' Found from', 1)[0]}"
 
 
 def _op(op: OpNode) -> Iterable[str]:
     yield f"  tileops {op.op}{op.parameters}  {_where(op.at)}"
-    target = f"target {op.target or _UNKNOWN} (by {op.decided_by or _UNKNOWN})"
-    yield f"    {target}, kernel {op.kernel or _UNKNOWN}"
-    for name, reason in op.refused.items():
-        yield f"    refused {name}: {reason}"
+    if op.substituted_from:
+        yield f"    in the place of {'; '.join(map(_code, op.substituted_from))}"
+    if op.fused_into:
+        yield f"    fused into {op.fused_into}"
+    else:  # what served an equal op elsewhere says nothing of one that is no call any more
+        target = f"target {op.target or _UNKNOWN} (by {op.decided_by or _UNKNOWN})"
+        yield f"    {target}, kernel {op.kernel or _UNKNOWN}"
+        for name, reason in op.refused.items():
+            yield f"    refused {name}: {reason}"
     if op.not_fused:
         yield f"    not fused: {op.not_fused}"
 
 
+def _near(one: Compilation) -> Iterable[str]:
+    for miss in one.near_misses:
+        yield f"  nearly {miss.op}: {_code(miss.at)}"
+        yield f"    {miss.reason}"
+
+
 def _rest(report: Report) -> Iterable[str]:
+    if report.measured:
+        made = report.measured
+        outside = (
+            "" if made.outside_us is None else f", {made.outside_us:.1f} µs outside the graphs"
+        )
+        yield (
+            f"a warm call: {made.call_us:.1f} µs{outside}; {_count(made.graph_calls, 'graph call')}, "
+            f"{_count(made.synchronizations, 'wait')} for the device"
+        )
     for call in report.calls or ():
         yield f"call of {call.function}: {call.seconds:.2f} s, {_count(len(call.compiled), 'compilation')}"
     for op in report.eager_ops:

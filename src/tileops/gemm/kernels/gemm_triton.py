@@ -1,7 +1,66 @@
-"""Device code of ``gemm.py``."""
+"""Device code of ``gemm.py``: a product of tiles, and what is done to each element of the result."""
 
 import triton
 import triton.language as tl
+
+from tileops.lib.activations_triton import (
+    gelu_none_and_slope,
+    gelu_tanh_and_slope,
+    silu_and_slope,
+)
+
+
+@triton.jit
+def activated(x, ACTIVATION: tl.constexpr, NARROW: tl.constexpr):
+    """The value and its slope."""
+    if ACTIVATION == "relu":
+        return tl.where(x <= 0.0, 0.0, x), tl.where(x <= 0.0, 0.0, 1.0)  # NaN stays
+    elif ACTIVATION == "gelu":
+        return gelu_none_and_slope(x, NARROW)
+    elif ACTIVATION == "gelu_tanh":
+        return gelu_tanh_and_slope(x, NARROW)
+    elif ACTIVATION == "silu":
+        return silu_and_slope(x, NARROW)
+    else:
+        return x, 1.0
+
+
+@triton.jit
+def finished(total, bias, scale, ACTIVATION: tl.constexpr, NARROW: tl.constexpr):
+    """``(total + bias, scale * activation(total + bias))``; ``bias`` in float32 or None."""
+    if bias is not None:
+        total += bias
+    result, _ = activated(total, ACTIVATION, NARROW)
+    if scale is not None:
+        result *= scale
+    return total, result
+
+
+@triton.jit
+def finish(
+    total,
+    d,
+    bias,
+    residual,
+    kept,
+    scale,
+    place,
+    column,
+    inside,
+    column_inside,
+    ACTIVATION: tl.constexpr,
+    NARROW: tl.constexpr,
+):
+    """Write ``scale * activation(total + bias) + residual`` at ``place``, ``total + bias`` to ``kept``."""
+    added = None
+    if bias is not None:
+        added = tl.load(bias + column, mask=column_inside, other=0.0).to(tl.float32)
+    total, result = finished(total, added, scale, ACTIVATION, NARROW)
+    if kept is not None:
+        tl.store(kept + place, total.to(kept.dtype.element_ty), mask=inside)
+    if residual is not None:
+        result += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(d + place, result.to(d.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -9,6 +68,10 @@ def gemm(
     a,
     b,
     d,
+    bias,
+    residual,
+    kept,
+    scale,
     M,
     N,
     K,
@@ -21,6 +84,8 @@ def gemm(
     GROUP: tl.constexpr,
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    NARROW: tl.constexpr,
 ):
     # Tiles go in groups of GROUP tile rows, column by column.
     program = tl.program_id(0)
@@ -69,16 +134,38 @@ def gemm(
         a += step_a
         b += step_b
     # Parts lie behind each other; a single part is the result itself.
-    d += (part.to(tl.int64) * M + first_row) * N + first_column
-    tl.store(d + (row * N + column), total.to(d.dtype.element_ty), mask=row_inside & column_inside)
+    at = (part.to(tl.int64) * M + first_row) * N + first_column
+    d += at
+    if bias is not None:
+        bias += first_column
+    if residual is not None:
+        residual += at
+    if kept is not None:
+        kept += at
+    finish(total, d, bias, residual, kept, scale, row * N + column, column,
+           row_inside & column_inside, column_inside, ACTIVATION, NARROW)  # fmt: skip
 
 
 @triton.jit
-def add_parts(parts, d, count, number, BLOCK: tl.constexpr):
+def add_parts(
+    parts,
+    d,
+    bias,
+    residual,
+    kept,
+    scale,
+    count,
+    N,
+    number,
+    BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    NARROW: tl.constexpr,
+):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     total = tl.zeros([BLOCK], tl.float32)
     for _ in range(number):
         total += tl.load(parts + place, mask=inside, other=0.0)
         parts += count
-    tl.store(d + place, total, mask=inside)
+    finish(total, d, bias, residual, kept, scale, place, place % N, inside, inside,
+           ACTIVATION, NARROW)  # fmt: skip

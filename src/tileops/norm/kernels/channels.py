@@ -1,4 +1,5 @@
-"""BatchNorm and its gradient on CUDA: a channel held in registers, or read twice.
+"""BatchNorm and its gradient on CUDA, and InstanceNorm by running statistics: a channel held in
+registers, or read twice.
 
 A channel of few elements is read once by one program, several channels to one where they are
 adjacent (``L`` is 1). Others are split over as many programs as the device runs at once, whose sums
@@ -35,11 +36,29 @@ TILE = 2048
 """Elements of a tile where channels are split."""
 SPLITS = 64
 """Most programs to a channel."""
+RUN_BYTES = 128
+"""Read of neighbouring places, at least, where an instance has as many."""
 TURNS = 2
 """Tiles to a program of the second kernels, which each read all sums of their channels."""
 
 FORWARD = ("x", "running_mean", "running_var", "weight", "bias")
 BACKWARD = ("grad", "x", "save_mean", "save_invstd", "weight")
+
+
+@dataclass(frozen=True)
+class ChannelTile:
+    """What a program holds at a time."""
+
+    elements: int
+    """Of a channel."""
+    places: int
+    """Of an instance."""
+    adjacent: int
+    """Channels."""
+
+    @property
+    def size(self) -> int:
+        return self.elements * self.adjacent
 
 
 @dataclass(frozen=True)
@@ -54,20 +73,30 @@ class Channels:
     spatial: int
     count: int
     """Elements of a channel."""
+    trains: bool
+    """Whether statistics are the batch's own."""
     dependent: bool
     """Whether kernels may be launched while the stream's previous one still ends."""
 
     @classmethod
     def of(cls, call: CallSpec) -> Channels:
-        """Reads a call of BatchNorm or of its gradient."""
+        """Reads a call of BatchNorm, of its gradient, or of InstanceNorm."""
         roles = BACKWARD if "doutput" in call.inputs else FORWARD
         named = zip(roles, call.inputs.values(), strict=True)
         given = {name: spec for name, spec in named if spec is not None}
         x = given["x"]
         spatial = math.prod(x.shape[2:])
         outputs = tuple(call.outputs.values())
-        count, dependent = x.shape[0] * spatial, call.device.arch >= (9, 0)
-        return cls(x, given, outputs, x.shape[1], spatial, count, dependent)
+        return cls(
+            x,
+            given,
+            outputs,
+            channels=x.shape[1],
+            spatial=spatial,
+            count=x.shape[0] * spatial,
+            trains=getattr(call.params, "training", call.op == "BatchNormBwdOp"),
+            dependent=call.device.arch >= (9, 0),
+        )
 
     @property
     def unsupported(self) -> str | None:
@@ -80,26 +109,33 @@ class Channels:
         return None
 
     @property
-    def held_tile(self) -> tuple[int, int]:
-        """Elements of a channel, and channels, to a program that holds whole channels."""
-        elements = next_power_of_2(self.count)
+    def held_tile(self) -> ChannelTile:
+        """Whole channels."""
+        places, instances = next_power_of_2(self.spatial), self.count // max(self.spatial, 1)
         # Adjacent channels make wide reads where a channel's elements are not adjacent themselves.
         most = next_power_of_2(self.channels) if self.spatial == 1 else 1
-        return elements, min(most, 64, max(8, most // 128))
+        adjacent = min(most, 64, max(8, most // 128))
+        return ChannelTile(next_power_of_2(instances) * places, places, adjacent)
 
     @property
-    def split_tile(self) -> tuple[int, int]:
-        """Elements of a channel, and channels, to a tile of a channel that is split."""
+    def split_tile(self) -> ChannelTile:
+        """A part of a channel, of as few places as leave the fewest threads idle."""
         adjacent = min(64, next_power_of_2(self.channels)) if self.spatial == 1 else 1
-        return TILE // adjacent, adjacent
+        elements = TILE // adjacent
+        places = most = min(next_power_of_2(self.spatial), elements)
+        while most * self.x.dtype.itemsize > RUN_BYTES:
+            most //= 2
+            if cdiv(self.spatial, most) * most < cdiv(self.spatial, places) * places:
+                places = most
+        return ChannelTile(elements, places, adjacent)
 
     @property
     def held(self) -> bool:
         """Whether a channel fits in registers."""
-        return math.prod(self.held_tile) <= HELD
+        return self.held_tile.size <= HELD
 
     def build(
-        self, fn: str, arguments: tuple[str, ...], tile: tuple[int, int], **constants: Any
+        self, fn: str, arguments: tuple[str, ...], tile: ChannelTile, **constants: Any
     ) -> TritonBuild:
         """Compile ``fn``, whose run-time arguments are ``arguments``; absent tensors are None."""
         wide = self.x.numel >= 2**31
@@ -109,17 +145,17 @@ class Channels:
         kinds |= dict.fromkeys(("save_mean", "save_invstd", "grad_weight", "grad_bias"), "*fp32")
         kinds |= {"count": "i64" if wide else "i32", "splits": "i32", "blocks": "i32"}
         kinds |= {"eps": "fp32", "momentum": "fp32"}
-        evaluates = fn == "normalize_channels" and self.outputs[1] is None
-        absent_here = {"save_mean", "save_invstd", "parts"} if evaluates else set()
+        absent_here = set() if self.trains else {"save_mean", "save_invstd", "parts"}
         signature = tuple((n, kinds[n]) for n in arguments if n in kinds and n not in absent_here)
         absent = {n: None for n in arguments if n not in kinds or n in absent_here}
-        sizes = {"C": self.channels, "L": self.spatial, "E": tile[0], "CB": tile[1]}
+        sizes = {"C": self.channels, "L": self.spatial}
+        sizes |= {"E": tile.elements, "P": tile.places, "CB": tile.adjacent}
         switches = {"WIDE": wide, "DEPENDENT": self.dependent}
         return TritonBuild(
             f"{DEVICE}:{fn}",
             signature,
             tuple({**absent, **sizes, **switches, **constants}.items()),
-            num_warps=min(16, max(1, math.prod(tile) // 512)),
+            num_warps=min(16, max(1, tile.size // 512)),
             num_stages=1,
             aligned=tuple(
                 n for n, _ in signature if n in ("x", "grad", "y", "grad_x") and self.aligned
@@ -132,13 +168,14 @@ class Channels:
         """Whether what is large begins at multiples of 16 bytes."""
         return all(s.aligned for n, s in self.given.items() if n in ("x", "grad"))
 
-    def grids(self, call: CallSpec, tile: tuple[int, int], turns: int) -> tuple[int, int, int]:
+    def grids(self, call: CallSpec, tile: ChannelTile, turns: int) -> tuple[int, int, int]:
         """Of split channels: blocks of channels; programs to one in the first kernel, and in the
         second."""
-        of_channels = cdiv(self.channels, tile[1])
-        wanted = cdiv(4 * call.device.multiprocessors, of_channels)
-        splits = max(1, min(SPLITS, wanted, cdiv(self.count, tile[0])))
-        return of_channels, splits, cdiv(self.count, tile[0] * turns)
+        of_channels = cdiv(self.channels, tile.adjacent)
+        instances = cdiv(self.count // self.spatial, tile.elements // tile.places)
+        tiles = instances * cdiv(self.spatial, tile.places)
+        wanted = cdiv(8 * call.device.multiprocessors, of_channels)
+        return of_channels, max(1, min(SPLITS, wanted, tiles)), cdiv(tiles, turns)
 
 
 def _bind_empty(_: None, call: CallSpec) -> Run:
@@ -180,14 +217,9 @@ class _TwoReadings(Kernel):
     @classmethod
     def refuses(cls, call: CallSpec) -> str | None:
         channels = Channels.of(call)
-        if channels.held and cls.needs_sums(call):
+        if channels.held and channels.trains:
             return f"channels of {channels.count} elements fit in registers"
         return channels.unsupported
-
-    @classmethod
-    def needs_sums(cls, call: CallSpec) -> bool:
-        """Whether there is a first reading."""
-        return True
 
 
 # --- forward ------------------------------------------------------------------------------------
@@ -200,7 +232,7 @@ class HeldChannels(_OneReading):
 
     @classmethod
     def other_reason(cls, call: CallSpec) -> str | None:
-        return None if call.params.training else "evaluation sums nothing"
+        return None if Channels.of(call).trains else "evaluation sums nothing"
 
     @classmethod
     def entry_for(cls, call: CallSpec) -> Entry:
@@ -214,7 +246,7 @@ class HeldChannels(_OneReading):
     @classmethod
     def _bind(cls, launcher: Launcher, call: CallSpec) -> Run:
         channels, launch = Channels.of(call), launcher.on(call.device.index)
-        grid = cdiv(channels.channels, channels.held_tile[1])
+        grid = cdiv(channels.channels, channels.held_tile.adjacent)
         makers = [output_of(spec) for spec in channels.outputs if spec is not None]
         scalars = (channels.count, float(call.params.eps), float(call.params.momentum))
 
@@ -232,25 +264,27 @@ class SplitChannels(_TwoReadings):
     name = "triton_split_channels"
 
     @classmethod
-    def needs_sums(cls, call: CallSpec) -> bool:
-        return bool(call.params.training)
+    def refuses(cls, call: CallSpec) -> str | None:
+        if getattr(call.params, "use_input_stats", False):
+            return "the statistics of instances are those of rows"
+        return super().refuses(call)
 
-    @classmethod
-    def _turns(cls, call: CallSpec) -> int:
-        return TURNS if call.params.training else 1
+    @staticmethod
+    def _turns(channels: Channels) -> int:
+        return TURNS if channels.trains else 1
 
     @classmethod
     def entry_for(cls, call: CallSpec) -> Entry:
         channels = Channels.of(call)
         if channels.x.numel == 0:
             return EMPTY
-        tile, constants = channels.split_tile, {"SPLITS": SPLITS, "TURNS": cls._turns(call)}
+        tile, constants = channels.split_tile, {"SPLITS": SPLITS, "TURNS": cls._turns(channels)}
         arguments = (*FORWARD, "y", "save_mean", "save_invstd", "parts")
         scalars = ("count", "splits", "blocks", "eps", "momentum")
         builds = [
             channels.build("normalize_channels", (*arguments, *scalars), tile, **constants),
         ]
-        if call.params.training:
+        if channels.trains:
             sums = ("x", "parts", "count", "splits")
             builds.append(channels.build("channel_moments", sums, tile))
         identity = tuple(build.identity for build in builds)
@@ -260,9 +294,12 @@ class SplitChannels(_TwoReadings):
     def _bind(cls, launchers: tuple[Launcher, ...], call: CallSpec) -> Run:
         channels = Channels.of(call)
         normalize, *first = (launcher.on(call.device.index) for launcher in launchers)
-        of_channels, splits, blocks = channels.grids(call, channels.split_tile, cls._turns(call))
+        of_channels, splits, blocks = channels.grids(
+            call, channels.split_tile, cls._turns(channels)
+        )
         count, numbers = channels.count, (float(call.params.eps), float(call.params.momentum))
         makers = [output_of(spec) for spec in channels.outputs if spec is not None]
+        single, missing = len(channels.outputs) == 1, (None,) * channels.outputs.count(None)
         shape = (3, splits, channels.channels)
         make_parts = output_of(TensorSpec.contiguous_of(shape, torch.float32, channels.x.device))
 
@@ -274,7 +311,7 @@ class SplitChannels(_TwoReadings):
                 first[0](of_channels * splits, 1, 1, x, *parts, count, splits)
             tensors = (x, *(t for t in given if t is not None), *outputs, *parts)
             normalize(of_channels * blocks, 1, 1, *tensors, count, splits, blocks, *numbers)
-            return outputs if first else (*outputs, None, None)
+            return outputs[0] if single else (*outputs, *missing)
 
         return run
 
@@ -301,7 +338,7 @@ class HeldChannelGradients(_OneReading):
     @classmethod
     def _bind(cls, launcher: Launcher, call: CallSpec) -> Run:
         channels, launch = Channels.of(call), launcher.on(call.device.index)
-        grid, count = cdiv(channels.channels, channels.held_tile[1]), channels.count
+        grid, count = cdiv(channels.channels, channels.held_tile.adjacent), channels.count
         makers = [output_of(spec) for spec in channels.outputs if spec is not None]
 
         def run(*given: torch.Tensor | None) -> Any:

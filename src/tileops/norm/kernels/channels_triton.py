@@ -1,7 +1,8 @@
 """Triton kernels that normalise channels of ``[B, C, L]``; ``channels.py`` says which when.
 
-A tile is E elements of each of CB channels: element e of a channel is that of instance ``e // L``
-at place ``e % L``. Tensors that a call has not may be the constant None. Arithmetic is in float32.
+A tile is E elements of each of CB channels: P neighbouring places of each of ``E // P`` instances, so
+that threads read vectors whatever L is. Tensors that a call has not may be the constant None.
+Arithmetic is in float32.
 """
 
 import triton
@@ -14,14 +15,39 @@ __all__ = [
     "channel_moments",
     "held_channel_gradients",
     "held_channels",
+    "instance_statistics",
     "normalize_channels",
 ]
 
 
 @triton.jit
-def _places(e, c, C: tl.constexpr, L: tl.constexpr):
-    instance = e // L
-    return (instance * C + c) * L + (e - instance * L)
+def _places(
+    tile,
+    c,
+    count,
+    C: tl.constexpr,
+    L: tl.constexpr,
+    E: tl.constexpr,
+    P: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Where the elements of a tile of channels ``c`` are, and whether they are any."""
+    CHUNKS: tl.constexpr = (L + P - 1) // P
+    e = tl.arange(0, E)[:, None]
+    if WIDE:
+        tile = tile.to(tl.int64)
+    instance = tile // CHUNKS * (E // P) + e // P
+    place = tile % CHUNKS * P + e % P
+    inside = (instance < count // L) & (c < C)
+    if L % P != 0:
+        inside &= place < L
+    return (instance * C + c) * L + place, inside
+
+
+@triton.jit
+def _tiles(count, L: tl.constexpr, E: tl.constexpr, P: tl.constexpr):
+    """Of a channel."""
+    return (L + P - 1) // P * tl.cdiv(count // L, E // P)
 
 
 @triton.jit
@@ -30,15 +56,6 @@ def _begin(DEPENDENT: tl.constexpr):
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
-
-
-@triton.jit
-def _first(WIDE: tl.constexpr):
-    """A zero of the type that offsets need."""
-    if WIDE:
-        return tl.program_id(0).to(tl.int64) * 0
-    else:
-        return tl.program_id(0) * 0
 
 
 @triton.jit
@@ -51,9 +68,11 @@ def _of_channels(pointer, c, C: tl.constexpr, absent):
 
 
 @triton.jit
-def _statistics(
+def _store_statistics(
     mean,
     squares,  # about the mean
+    old_mean,
+    old_var,
     running_mean,
     running_var,
     save_mean,
@@ -72,10 +91,8 @@ def _statistics(
     if running_mean is not None:
         unbiased = tl.div_rn(squares, number - 1.0)
         keep = 1.0 - momentum
-        old = tl.load(running_mean + c, mask=mask, other=0.0)
-        tl.store(running_mean + c, keep * old + momentum * mean, mask=mask)
-        old = tl.load(running_var + c, mask=mask, other=0.0)
-        tl.store(running_var + c, keep * old + momentum * unbiased, mask=mask)
+        tl.store(running_mean + c, keep * old_mean + momentum * mean, mask=mask)
+        tl.store(running_var + c, keep * old_var + momentum * unbiased, mask=mask)
     return invstd
 
 
@@ -95,6 +112,7 @@ def held_channels(
     C: tl.constexpr,
     L: tl.constexpr,
     E: tl.constexpr,
+    P: tl.constexpr,
     CB: tl.constexpr,
     WIDE: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -102,28 +120,21 @@ def held_channels(
     """Channels of at most E elements, held in registers and read once."""
     _begin(DEPENDENT)
     c = tl.program_id(0) * CB + tl.arange(0, CB)[None, :]
-    e = _first(WIDE) + tl.arange(0, E)[:, None]
-    mask = (e < count) & (c < C)
-    places = _places(e, c, C, L)
+    places, mask = _places(tl.program_id(0) * 0, c, count, C, L, E, P, WIDE)
     values = tl.load(x + places, mask=mask, other=0.0).to(tl.float32)
+    # All that is read is asked for before sums are waited for.
+    old_mean = _of_channels(running_mean, c, C, 0.0)
+    old_var = _of_channels(running_var, c, C, 0.0)
+    weights = _of_channels(weight, c, C, 1.0)
+    biases = _of_channels(bias, c, C, 0.0)
     mean = tl.div_rn(tl.sum(values, axis=0)[None, :], count.to(tl.float32))
     values = tl.where(mask, values - mean, 0.0)
     squares = tl.sum(values * values, axis=0)[None, :]
-    invstd = _statistics(
-        mean,
-        squares,
-        running_mean,
-        running_var,
-        save_mean,
-        save_invstd,
-        count,
-        eps,
-        momentum,
-        c,
-        c < C,
-    )
-    scale = invstd * _of_channels(weight, c, C, 1.0)
-    result = tl.fma(values, scale, _of_channels(bias, c, C, 0.0))
+    invstd = _store_statistics(
+        mean, squares, old_mean, old_var, running_mean, running_var, save_mean, save_invstd,
+        count, eps, momentum, c, c < C,
+    )  # fmt: skip
+    result = tl.fma(values, invstd * weights, biases)
     tl.store(y + places, result.to(y.dtype.element_ty), mask=mask)
 
 
@@ -136,6 +147,7 @@ def channel_moments(
     C: tl.constexpr,
     L: tl.constexpr,
     E: tl.constexpr,
+    P: tl.constexpr,
     CB: tl.constexpr,
     WIDE: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -145,20 +157,20 @@ def channel_moments(
     _begin(DEPENDENT)
     split = tl.program_id(0) % splits
     c = tl.program_id(0) // splits * CB + tl.arange(0, CB)[None, :]
-    lane = _first(WIDE) + split * E + tl.arange(0, E)[:, None]
-    step = splits * E
     mean = tl.zeros([E, CB], tl.float32)
     squares = tl.zeros([E, CB], tl.float32)
     numbers = tl.zeros([E, CB], tl.float32)
     turns = 0.0
-    for first in range(0, count - split * E, step):
-        e = first + lane
-        mask = (e < count) & (c < C)
-        values = tl.load(x + _places(e, c, C, L), mask=mask, other=0.0).to(tl.float32)
+    for tile in range(split, _tiles(count, L, E, P), splits):
+        places, mask = _places(tile, c, count, C, L, E, P, WIDE)
+        values = tl.load(x + places, mask=mask, other=0.0).to(tl.float32)
         turns += 1.0
         numbers += mask.to(tl.float32)
         apart = tl.where(mask, values - mean, 0.0)
-        mean += apart * (1.0 / turns)
+        if L <= P or L % P == 0:  # a lane has elements in its first tiles, or in none
+            mean += apart * (1.0 / turns)
+        else:
+            mean += apart * (1.0 / tl.maximum(numbers, 1.0))
         squares += apart * tl.where(mask, values - mean, 0.0)
     number = tl.sum(numbers, axis=0)[None, :]
     joined = tl.div_rn(tl.sum(numbers * mean, axis=0)[None, :], number)
@@ -189,6 +201,7 @@ def normalize_channels(
     C: tl.constexpr,
     L: tl.constexpr,
     E: tl.constexpr,
+    P: tl.constexpr,
     CB: tl.constexpr,
     SPLITS: tl.constexpr,
     TURNS: tl.constexpr,
@@ -199,9 +212,13 @@ def normalize_channels(
     _begin(DEPENDENT)
     block = tl.program_id(0) % blocks
     c = tl.program_id(0) // blocks * CB + tl.arange(0, CB)[None, :]
+    old_mean = _of_channels(running_mean, c, C, 0.0)
+    old_var = _of_channels(running_var, c, C, 1.0)
+    weights = _of_channels(weight, c, C, 1.0)
+    biases = _of_channels(bias, c, C, 0.0)
     if parts is None:
-        mean = _of_channels(running_mean, c, C, 0.0)
-        invstd = tl.rsqrt(_of_channels(running_var, c, C, 1.0) + eps)
+        mean = old_mean
+        invstd = tl.rsqrt(old_var + eps)
     else:
         split = tl.arange(0, SPLITS)[:, None]
         part = split * C + c
@@ -213,28 +230,50 @@ def normalize_channels(
         mean = tl.div_rn(tl.sum(numbers * means, axis=0)[None, :], number)
         apart = tl.where(there, means - mean, 0.0)
         total = tl.sum(squares + numbers * apart * apart, axis=0)[None, :]
-        invstd = _statistics(
-            mean,
-            total,
-            running_mean,
-            running_var,
-            save_mean,
-            save_invstd,
-            count,
-            eps,
-            momentum,
-            c,
-            (c < C) & (block == 0),
-        )
-    scale = invstd * _of_channels(weight, c, C, 1.0)
-    shift = _of_channels(bias, c, C, 0.0)
+        invstd = _store_statistics(
+            mean, total, old_mean, old_var, running_mean, running_var, save_mean, save_invstd,
+            count, eps, momentum, c, (c < C) & (block == 0),
+        )  # fmt: skip
+    scale = invstd * weights
     for turn in tl.static_range(TURNS):
-        e = _first(WIDE) + (block * TURNS + turn) * E + tl.arange(0, E)[:, None]
-        mask = (e < count) & (c < C)
-        places = _places(e, c, C, L)
+        places, mask = _places(block * TURNS + turn, c, count, C, L, E, P, WIDE)
         values = tl.load(x + places, mask=mask, other=0.0).to(tl.float32)
-        result = tl.fma(values - mean, scale, shift)
+        result = tl.fma(values - mean, scale, biases)
         tl.store(y + places, result.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def instance_statistics(
+    moments,  # [2, instances, C]: means, and sums of squares about them
+    running_mean,
+    running_var,
+    instances,
+    momentum,
+    C: tl.constexpr,
+    L: tl.constexpr,
+    CB: tl.constexpr,
+    DEPTH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Running statistics move towards the mean over instances, of the unbiased variance."""
+    _begin(DEPENDENT)
+    c = tl.program_id(0) * CB + tl.arange(0, CB)[None, :]
+    means = tl.zeros([DEPTH, CB], tl.float32)
+    squares = tl.zeros([DEPTH, CB], tl.float32)
+    for first in range(0, instances, DEPTH):
+        instance = first + tl.arange(0, DEPTH)[:, None].to(tl.int64)
+        mask = (instance < instances) & (c < C)
+        place = instance * C + c
+        means += tl.load(moments + place, mask=mask, other=0.0)
+        squares += tl.load(moments + instances.to(tl.int64) * C + place, mask=mask, other=0.0)
+    number = instances.to(tl.float32)
+    mean = tl.div_rn(tl.sum(means, axis=0)[None, :], number)
+    var = tl.div_rn(tl.sum(squares, axis=0)[None, :], number * (L - 1))
+    keep = 1.0 - momentum
+    old_mean = _of_channels(running_mean, c, C, 0.0)
+    old_var = _of_channels(running_var, c, C, 0.0)
+    tl.store(running_mean + c, keep * old_mean + momentum * mean, mask=c < C)
+    tl.store(running_var + c, keep * old_var + momentum * var, mask=c < C)
 
 
 # --- gradients ----------------------------------------------------------------------------------
@@ -267,6 +306,7 @@ def held_channel_gradients(
     C: tl.constexpr,
     L: tl.constexpr,
     E: tl.constexpr,
+    P: tl.constexpr,
     CB: tl.constexpr,
     WIDE: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -274,9 +314,7 @@ def held_channel_gradients(
     """Channels of at most E elements, held in registers and read once."""
     _begin(DEPENDENT)
     c = tl.program_id(0) * CB + tl.arange(0, CB)[None, :]
-    e = _first(WIDE) + tl.arange(0, E)[:, None]
-    mask = (e < count) & (c < C)
-    places = _places(e, c, C, L)
+    places, mask = _places(tl.program_id(0) * 0, c, count, C, L, E, P, WIDE)
     invstd = _of_channels(save_invstd, c, C, 1.0)
     grads, normal = _read(grad, x, places, mask, _of_channels(save_mean, c, C, 0.0), invstd)
     of_bias = tl.sum(grads, axis=0)[None, :]
@@ -300,6 +338,7 @@ def channel_gradient_sums(
     C: tl.constexpr,
     L: tl.constexpr,
     E: tl.constexpr,
+    P: tl.constexpr,
     CB: tl.constexpr,
     WIDE: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -308,15 +347,13 @@ def channel_gradient_sums(
     _begin(DEPENDENT)
     split = tl.program_id(0) % splits
     c = tl.program_id(0) // splits * CB + tl.arange(0, CB)[None, :]
-    lane = _first(WIDE) + split * E + tl.arange(0, E)[:, None]
     mean = _of_channels(save_mean, c, C, 0.0)
     invstd = _of_channels(save_invstd, c, C, 1.0)
     of_bias = tl.zeros([E, CB], tl.float32)
     of_weight = tl.zeros([E, CB], tl.float32)
-    for first in range(0, count - split * E, splits * E):
-        e = first + lane
-        mask = (e < count) & (c < C)
-        grads, normal = _read(grad, x, _places(e, c, C, L), mask, mean, invstd)
+    for tile in range(split, _tiles(count, L, E, P), splits):
+        places, mask = _places(tile, c, count, C, L, E, P, WIDE)
+        grads, normal = _read(grad, x, places, mask, mean, invstd)
         of_bias += grads
         of_weight += grads * normal
     part = split * C + c
@@ -341,6 +378,7 @@ def channel_gradients(
     C: tl.constexpr,
     L: tl.constexpr,
     E: tl.constexpr,
+    P: tl.constexpr,
     CB: tl.constexpr,
     SPLITS: tl.constexpr,
     TURNS: tl.constexpr,
@@ -364,9 +402,7 @@ def channel_gradients(
     scale = invstd * _of_channels(weight, c, C, 1.0)
     number = count.to(tl.float32)
     for turn in tl.static_range(TURNS):
-        e = _first(WIDE) + (block * TURNS + turn) * E + tl.arange(0, E)[:, None]
-        mask = (e < count) & (c < C)
-        places = _places(e, c, C, L)
+        places, mask = _places(block * TURNS + turn, c, count, C, L, E, P, WIDE)
         grads, normal = _read(grad, x, places, mask, mean, invstd)
         result = _gradient(grads, normal, scale, of_weight, of_bias, number)
         tl.store(grad_x + places, result.to(grad_x.dtype.element_ty), mask=mask)

@@ -1,4 +1,4 @@
-"""The gradients of RMSNorm, LayerNorm and fused add RMSNorm on CUDA: two ways, by a row's length.
+"""The gradients of RMSNorm, LayerNorm and fused add RMSNorm on CUDA: ways by a row's length.
 
 A row that fits in registers is read once with its gradient. The programs are as many as the device
 runs at once; each adds the weight's gradient up over the rows that it takes, and a second kernel adds
@@ -32,6 +32,10 @@ DEVICE = "tileops.norm.kernels.rows_backward_triton"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HELD_BYTES = 16384
 """Longest row, in bytes, that a program holds together with its gradient and the weight's."""
+HELD_ALONE = 16384
+"""Longest row, in elements, that a program holds together with its gradient."""
+CENTRED_BYTES = 32768
+"""Longest such row, in bytes, where it is centred."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +62,7 @@ class BackwardRows:
         if call.op == "LayerNormBwdOp":
             outputs = ("grad_x", "grad_weight", "grad_bias")
         elif call.op == "FusedAddRMSNormBwdOp":
-            inputs, outputs = (
-                ("grad", "added", "x", "weight"),
-                ("grad_x", "grad_again", "grad_weight"),
-            )
-            if call.outputs["grad_input"] is None:  # of the two that are equal the first is grad_x
-                outputs = ("grad_again", "grad_x", "grad_weight")
+            inputs = ("grad", "added", "x", "weight")
         given = zip(
             (*inputs, *outputs), (*call.inputs.values(), *call.outputs.values()), strict=True
         )
@@ -116,11 +115,13 @@ class BackwardRows:
         *,
         warps: int,
         options: tuple[tuple[str, Any], ...] = (),
+        sums_are_results: bool = False,
         **constants: Any,
     ) -> TritonBuild:
         """Compile ``fn``, whose run-time arguments are ``arguments``; absent tensors are None."""
         kinds = {name: pointer_to(spec.dtype) for name, spec in self.tensors.items()}
-        kinds |= {f"{name}_sums": "*fp32" for name in self.summed}
+        for name in self.summed:
+            kinds[f"{name}_sums"] = kinds[f"grad_{name}"] if sums_are_results else "*fp32"
         kinds |= {"rows": "i64", "programs": "i32", "eps": "fp32"}
         kinds |= {"length": "i32" if self.length < 2**30 else "i64"}
         if "weight" in self.summed:
@@ -128,29 +129,22 @@ class BackwardRows:
         signature = tuple((name, kinds[name]) for name in arguments if name in kinds)
         absent = {name: None for name in arguments if name not in kinds}
         wide = self.vector > 1
+        constants |= {"N": self.length, "DEPENDENT": self.dependent}
         return TritonBuild(
             f"{DEVICE}:{fn}",
             signature,
-            tuple({**absent, "N": self.length, **constants}.items()),
+            tuple({**absent, **constants}.items()),
             num_warps=warps,
             num_stages=1,
             aligned=tuple(name for name, kind in signature if wide and kind[0] == "*"),
-            options=options,
+            options=(*options, ("launch_pdl", True)) if self.dependent else options,
         )
 
     def add_up(self) -> TritonBuild:
         """The kernel that adds programs' shares."""
         arguments = ("weight_sums", "bias_sums", "grad_weight", "grad_bias", "programs")
         cols = self.columns_added
-        return self.build(
-            "add_up",
-            arguments,
-            warps=4,
-            options=(("launch_pdl", True),) if self.dependent else (),
-            COLS=cols,
-            DEPTH=2048 // cols,
-            DEPENDENT=self.dependent,
-        )
+        return self.build("add_up", arguments, warps=4, COLS=cols, DEPTH=2048 // cols)
 
     @property
     def columns_added(self) -> int:
@@ -206,12 +200,12 @@ def _tensors_of(
     return tensors
 
 
+ROW_TENSORS = ("grad", "x", "weight", "added", "grad_x")
+
+
 # --- rows held in registers ---------------------------------------------------------------------
 
-HELD_ARGUMENTS = (
-    *("grad", "x", "weight", "added", "grad_x", "grad_again"),
-    *("weight_sums", "bias_sums", "rows", "eps"),
-)
+HELD_ARGUMENTS = (*ROW_TENSORS, "weight_sums", "bias_sums", "rows", "eps")
 
 
 @dataclass(frozen=True)
@@ -234,8 +228,6 @@ class HeldTile:
         options: tuple[tuple[str, Any], ...] = ()
         if self.rows == 1 and rows.vector > 1:
             options = (("maxnreg", 128),)
-        if rows.dependent:
-            options = (*options, ("launch_pdl", True))
         builds = [
             rows.build(
                 "rows_backward",
@@ -246,7 +238,6 @@ class HeldTile:
                 TILE=self.rows,
                 VECTOR=rows.vector,
                 CENTRED=rows.centred,
-                DEPENDENT=rows.dependent,
             )
         ]
         if rows.summed:
@@ -259,7 +250,7 @@ class HeldTile:
         most = self.per_multiprocessor * call.device.multiprocessors
         programs = min(cdiv(rows.count, self.rows), most)
         tensors, summed, count, eps = _tensors_of(rows), rows.summed, rows.count, rows.eps
-        passed = [name for name in HELD_ARGUMENTS[:6] if name in rows.tensors]
+        passed = [name for name in ROW_TENSORS if name in rows.tensors]
         shares, grid = rows.floats(programs, rows.length), cdiv(rows.length, rows.columns_added)
 
         def run(*given: torch.Tensor | None) -> Any:
@@ -309,17 +300,15 @@ class HeldRows(Kernel):
 
 # --- longer rows --------------------------------------------------------------------------------
 
-LONG_ARGUMENTS = (
-    *("grad", "x", "weight", "added", "grad_x", "grad_again"),
-    *("means", "scales", "length", "eps"),
-)
 COLUMN_ARGUMENTS = ("grad", "x", "means", "scales", "weight_sums", "bias_sums", "rows")
 COLUMNS, DEPTH = 64, 32
+TURNS = 4
+"""Tiles of rows to a program that sums columns, at least where rows are as many."""
 
 
 class LongRows(Kernel):
-    """Rows too long for registers: one to a program, read in chunks; columns summed by a kernel of
-    their own."""
+    """Rows too long to hold the weight's gradient beside them: one to a program, held or read in
+    chunks; columns summed by a kernel of their own."""
 
     name = "triton_backward_of_long_rows"
 
@@ -337,42 +326,63 @@ class LongRows(Kernel):
         if rows.tensors["x"].numel == 0:
             return EMPTY
         constants: dict[str, Any] = {"VECTOR": rows.vector, "CENTRED": rows.centred}
-        chunk = 2048 if rows.vector == 1 else 8192 // rows.tensors["x"].dtype.itemsize
-        builds = [
-            rows.build("stream_rows_backward", LONG_ARGUMENTS, warps=8, CHUNK=chunk, **constants)
-        ]
+        builds = [cls._row_build(rows, constants)]
         if rows.summed:
-            sizes: dict[str, Any] = {"COLS": COLUMNS, "DEPTH": DEPTH}
-            builds.append(
-                rows.build("column_sums", COLUMN_ARGUMENTS, warps=4, **sizes, **constants)
-            )
-            builds.append(rows.add_up())
+            alone = cls._programs(rows) == 1
+            constants |= {"COLS": COLUMNS, "DEPTH": DEPTH, "sums_are_results": alone}
+            builds.append(rows.build("column_sums", COLUMN_ARGUMENTS, warps=4, **constants))
+            if not alone:
+                builds.append(rows.add_up())
         return _entry(builds, cls._bind)
+
+    @staticmethod
+    def _holds(rows: BackwardRows) -> bool:
+        most = CENTRED_BYTES // rows.tensors["x"].dtype.itemsize if rows.centred else HELD_ALONE
+        return rows.length <= min(most, HELD_ALONE) and rows.vector > 1
+
+    @classmethod
+    def _row_build(cls, rows: BackwardRows, constants: dict[str, Any]) -> TritonBuild:
+        tensors = (*ROW_TENSORS, "means", "scales")
+        if cls._holds(rows):
+            block = next_power_of_2(rows.length)
+            constants = {**constants, "BLOCK": block}
+            warps = min(32, block // 512)
+            return rows.build("row_backward", (*tensors, "eps"), warps=warps, **constants)
+        chunk = 2048 if rows.vector == 1 else 8192 // rows.tensors["x"].dtype.itemsize
+        constants = {**constants, "CHUNK": chunk}
+        return rows.build("stream_rows_backward", (*tensors, "length", "eps"), warps=8, **constants)
+
+    @staticmethod
+    def _programs(rows: BackwardRows) -> int:
+        """That sum a block of columns."""
+        most = cdiv(8 * rows.call.device.multiprocessors, cdiv(rows.length, COLUMNS))
+        return min(cdiv(rows.count, DEPTH * TURNS), most)
 
     @classmethod
     def _bind(cls, launchers: tuple[Launcher, ...], call: CallSpec) -> Run:
         rows = BackwardRows.of(call)
-        stream, *others = (launcher.on(call.device.index) for launcher in launchers)
-        tensors, summed, count, eps = _tensors_of(rows), rows.summed, rows.count, rows.eps
-        length, blocks = rows.length, cdiv(rows.length, COLUMNS)
-        programs = min(cdiv(count, DEPTH), cdiv(8 * call.device.multiprocessors, blocks))
+        of_row, *others = (launcher.on(call.device.index) for launcher in launchers)
+        tensors, summed, count = _tensors_of(rows), rows.summed, rows.count
+        scalars = (rows.eps,) if cls._holds(rows) else (rows.length, rows.eps)
+        programs, blocks = cls._programs(rows), cdiv(rows.length, COLUMNS)
         facts = () if "weight" not in summed else ("means", "scales")[not rows.centred :]
-        passed = [name for name in LONG_ARGUMENTS[:6] if name in rows.tensors]
-        shares, fact = rows.floats(programs, length), rows.floats(count)
-        grid = cdiv(length, rows.columns_added)
+        passed = [name for name in ROW_TENSORS if name in rows.tensors]
+        shares, fact = rows.floats(programs, rows.length), rows.floats(count)
+        grid = cdiv(rows.length, rows.columns_added)
         wants_rows = bool(facts) or "grad_x" in rows.tensors
 
         def run(*given: torch.Tensor | None) -> Any:
             named, outputs = tensors(given)
             of_rows = [fact() for _ in facts]
             if wants_rows:
-                stream(count, 1, 1, *[named[name] for name in passed], *of_rows, length, eps)
+                of_row(count, 1, 1, *[named[name] for name in passed], *of_rows, *scalars)
             if summed:
-                sums = [shares() for _ in summed]
+                columns, *add_up = others
                 results = [named[f"grad_{name}"] for name in summed]
-                columns, add_up = others
+                sums = [shares() for _ in summed] if add_up else results
                 columns(blocks, programs, 1, named["grad"], named["x"], *of_rows, *sums, count)
-                add_up(grid, 1, 1, *sums, *results, programs)
+                if add_up:
+                    add_up[0](grid, 1, 1, *sums, *results, programs)
             return outputs
 
         return run

@@ -10,49 +10,34 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["add_up", "column_sums", "rows_backward", "stream_rows_backward"]
+from tileops.norm.kernels.access_triton import inverse_root, load, store
 
-
-@triton.jit
-def _load(pointer, offsets, mask, MASKED: tl.constexpr):
-    if MASKED:
-        return tl.load(pointer + offsets, mask=mask, other=0.0)
-    else:
-        return tl.load(pointer + offsets)
-
-
-@triton.jit
-def _store(pointer, offsets, values, mask, MASKED: tl.constexpr):
-    if MASKED:
-        tl.store(pointer + offsets, values.to(pointer.dtype.element_ty), mask=mask)
-    else:
-        tl.store(pointer + offsets, values.to(pointer.dtype.element_ty))
-
-
-@triton.jit
-def _scale(sum_of_squares, eps, N: tl.constexpr):
-    return tl.rsqrt(tl.fma(sum_of_squares, 1.0 / N, eps))
+__all__ = ["add_up", "column_sums", "row_backward", "rows_backward", "stream_rows_backward"]
 
 
 @triton.jit
 def _gradients(
     grads, values, scales, eps, inside, N: tl.constexpr, PADDED: tl.constexpr, CENTRED: tl.constexpr
 ):
-    """Of a tile of whole rows: the rows' gradients, and what the weight's gradient sums."""
+    """Of a tile of whole rows: their gradients, what the weight's gradient sums, their means (where
+    they are centred) and factors."""
     values, grads = values.to(tl.float32), grads.to(tl.float32)
     if CENTRED:
-        values -= (tl.sum(values, axis=1) * (1.0 / N))[:, None]
+        mean = tl.sum(values, axis=1) * (1.0 / N)
+        values -= mean[:, None]
         if PADDED:
             values = tl.where(inside, values, 0.0)
-    scale = _scale(tl.sum(values * values, axis=1), eps, N)[:, None]
-    normal = values * scale
+    scale = inverse_root(tl.sum(values * values, axis=1), eps, N)
+    if not CENTRED:
+        mean = scale  # stands for none
+    normal = values * scale[:, None]
     scaled = grads
     if scales is not None:
         scaled = grads * scales.to(tl.float32)
     result = scaled - normal * (tl.sum(scaled * normal, axis=1) * (1.0 / N))[:, None]
     if CENTRED:
         result -= (tl.sum(scaled, axis=1) * (1.0 / N))[:, None]
-    return result * scale, grads * normal
+    return result * scale[:, None], grads * normal, mean, scale
 
 
 @triton.jit
@@ -62,7 +47,6 @@ def rows_backward(
     weight,
     added,  # a gradient that reaches the row by another way
     grad_x,
-    grad_again,  # a second copy of grad_x
     weight_sums,  # [programs, N]: each program's share of the weight's gradient
     bias_sums,
     rows,
@@ -88,33 +72,31 @@ def rows_backward(
     step = tl.num_programs(0).to(tl.int64) * TILE
     mask = inside & (begin + lanes < rows)
 
-    values = _load(x + begin * N, offsets, mask, MASKED)
-    grads = _load(grad + begin * N, offsets, mask, MASKED)
+    values = load(x + begin * N, offsets, mask, MASKED, "")
+    grads = load(grad + begin * N, offsets, mask, MASKED, "")
     others = grads  # stands for none: None cannot be carried from turn to turn
     if added is not None:
-        others = _load(added + begin * N, offsets, mask, MASKED)
+        others = load(added + begin * N, offsets, mask, MASKED, "")
     scales = None
     if weight is not None:
-        scales = _load(weight, cols + lanes * 0, inside, PADDED)
+        scales = load(weight, cols + lanes * 0, inside, PADDED, "")
     weight_sum = tl.zeros([TILE, BLOCK], tl.float32)
     bias_sum = tl.zeros([TILE, BLOCK], tl.float32)
 
     for first in range(begin, rows, step):
         ahead = first + step
         mask_ahead = inside & (ahead + lanes < rows)
-        values_ahead = _load(x + ahead * N, offsets, mask_ahead, True)
-        grads_ahead = _load(grad + ahead * N, offsets, mask_ahead, True)
+        values_ahead = load(x + ahead * N, offsets, mask_ahead, True, "")
+        grads_ahead = load(grad + ahead * N, offsets, mask_ahead, True, "")
         others_ahead = grads_ahead
         if added is not None:
-            others_ahead = _load(added + ahead * N, offsets, mask_ahead, True)
+            others_ahead = load(added + ahead * N, offsets, mask_ahead, True, "")
         mask = inside & (first + lanes < rows)
-        result, product = _gradients(grads, values, scales, eps, inside, N, PADDED, CENTRED)
+        result, product, _, _ = _gradients(grads, values, scales, eps, inside, N, PADDED, CENTRED)
         if grad_x is not None:
             if added is not None:
                 result += others.to(tl.float32)
-            _store(grad_x + first * N, offsets, result, mask, MASKED)
-            if grad_again is not None:
-                _store(grad_again + first * N, offsets, result, mask, MASKED)
+            store(grad_x + first * N, offsets, result, mask, MASKED)
         if weight_sums is not None:
             if TILE != 1:  # without eps, a row that is not there would be 0 times infinity
                 product = tl.where(mask, product, 0.0)
@@ -125,9 +107,51 @@ def rows_backward(
 
     share = tl.program_id(0).to(tl.int64) * N
     if weight_sums is not None:
-        _store(weight_sums + share, cols, tl.sum(weight_sum, axis=0)[None, :], inside, PADDED)
+        store(weight_sums + share, cols, tl.sum(weight_sum, axis=0)[None, :], inside, PADDED)
     if bias_sums is not None:
-        _store(bias_sums + share, cols, tl.sum(bias_sum, axis=0)[None, :], inside, PADDED)
+        store(bias_sums + share, cols, tl.sum(bias_sum, axis=0)[None, :], inside, PADDED)
+
+
+@triton.jit
+def row_backward(
+    grad,
+    x,
+    weight,
+    added,
+    grad_x,
+    means,  # [rows]: what column_sums needs to know of each row
+    scales,
+    eps,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+    CENTRED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """One row per program, read once: too long to hold the weight's gradient beside it."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    PADDED: tl.constexpr = N != BLOCK
+    cols = tl.max_contiguous(tl.arange(0, BLOCK), VECTOR)[None, :]
+    inside = cols < N
+    row = tl.program_id(0).to(tl.int64)
+    here = row * N
+    values = load(x + here, cols, inside, PADDED, "")
+    grads = load(grad + here, cols, inside, PADDED, "")
+    weights = None
+    if weight is not None:
+        weights = load(weight, cols, inside, PADDED, "")
+    result, _, mean, scale = _gradients(grads, values, weights, eps, inside, N, PADDED, CENTRED)
+    one = row + tl.arange(0, 1)
+    if scales is not None:
+        tl.store(scales + one, scale)
+        if CENTRED:
+            tl.store(means + one, mean)
+    if grad_x is not None:
+        if added is not None:
+            result += load(added + here, cols, inside, PADDED, "").to(tl.float32)
+        store(grad_x + here, cols, result, inside, PADDED)
 
 
 @triton.jit
@@ -168,12 +192,12 @@ def add_up(
 @triton.jit
 def _chunk(grad, x, weight, mean, cols, inside, MASKED: tl.constexpr, CENTRED: tl.constexpr):
     """A chunk's values less ``mean``, and its scaled gradients."""
-    values = _load(x, cols, inside, MASKED).to(tl.float32)
+    values = load(x, cols, inside, MASKED, "").to(tl.float32)
     if CENTRED:
         values = tl.where(inside, values - mean, 0.0)
-    scaled = _load(grad, cols, inside, MASKED).to(tl.float32)
+    scaled = load(grad, cols, inside, MASKED, "").to(tl.float32)
     if weight is not None:
-        scaled *= _load(weight, cols, inside, MASKED).to(tl.float32)
+        scaled *= load(weight, cols, inside, MASKED, "").to(tl.float32)
     return values, scaled
 
 
@@ -184,7 +208,6 @@ def stream_rows_backward(
     weight,
     added,
     grad_x,
-    grad_again,
     means,  # [rows]: what column_sums needs to know of each row
     scales,
     length,  # N again, at run time: a loop of a known number of turns would be unrolled, and spill
@@ -193,8 +216,12 @@ def stream_rows_backward(
     CHUNK: tl.constexpr,
     VECTOR: tl.constexpr,
     CENTRED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One row per program, read in chunks: for its mean, for its sums, and for its gradient."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     MASKED: tl.constexpr = N % CHUNK != 0
     cols = tl.max_contiguous(tl.arange(0, CHUNK), VECTOR)
     row = tl.program_id(0).to(tl.int64)
@@ -202,7 +229,7 @@ def stream_rows_backward(
     mean = 0.0
     if CENTRED:
         for begin in range(0, length, CHUNK):
-            values = _load(x + here + begin, cols, begin + cols < N, MASKED)
+            values = load(x + here + begin, cols, begin + cols < N, MASKED, "")
             mean += tl.sum(values.to(tl.float32), axis=0)
         mean *= 1.0 / N
     squares = 0.0
@@ -221,7 +248,7 @@ def stream_rows_backward(
         along += tl.sum(scaled * values, axis=0)
         if CENTRED:
             level += tl.sum(scaled, axis=0)
-    scale = _scale(squares, eps, N)
+    scale = inverse_root(squares, eps, N)
     if scales is not None:
         tl.store(scales + row, scale)
         if CENTRED:
@@ -240,10 +267,8 @@ def stream_rows_backward(
             )
             result = (scaled - level - values * scale * along) * scale
             if added is not None:
-                result += _load(added + place, cols, inside, MASKED).to(tl.float32)
-            _store(grad_x + place, cols, result, inside, MASKED)
-            if grad_again is not None:
-                _store(grad_again + place, cols, result, inside, MASKED)
+                result += load(added + place, cols, inside, MASKED, "").to(tl.float32)
+            store(grad_x + place, cols, result, inside, MASKED)
 
 
 @triton.jit
@@ -252,7 +277,7 @@ def column_sums(
     x,
     means,
     scales,
-    weight_sums,
+    weight_sums,  # [programs, N], or where there is one program, the gradient itself
     bias_sums,
     rows,
     N: tl.constexpr,
@@ -260,8 +285,12 @@ def column_sums(
     DEPTH: tl.constexpr,
     VECTOR: tl.constexpr,
     CENTRED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Program (c, p) takes the columns of block c in every so-many-th block of rows."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     cols = tl.program_id(0) * COLS + tl.max_contiguous(tl.arange(0, COLS), VECTOR)[None, :]
     lanes = tl.arange(0, DEPTH)[:, None]
     inside = cols < N
@@ -282,6 +311,6 @@ def column_sums(
             bias_sum += grads
     share = tl.program_id(1).to(tl.int64) * N
     if weight_sums is not None:
-        tl.store(weight_sums + share + cols, tl.sum(weight_sum, axis=0)[None, :], mask=inside)
+        store(weight_sums + share, cols, tl.sum(weight_sum, axis=0)[None, :], inside, True)
     if bias_sums is not None:
-        tl.store(bias_sums + share + cols, tl.sum(bias_sum, axis=0)[None, :], mask=inside)
+        store(bias_sums + share, cols, tl.sum(bias_sum, axis=0)[None, :], inside, True)

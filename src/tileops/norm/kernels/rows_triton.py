@@ -4,7 +4,8 @@ serves when.
 Offsets within a tile are 32-bit; where a tile begins is 64-bit. Tensors that an op has not may be the
 constant None: ``residual`` (with ``total``, where the sum goes); ``weight`` and ``bias``, of a row's
 elements or, with GROUPS, of channels; ``scale``, ``shift`` and ``gate``, of the shape of ``x``;
-``quanta``, the scales of rows that are quantised. Arithmetic is in float32 and rounds once, at the
+``moments`` (``[2, rows]``), where each row's mean and its sum of squares about it go; ``quanta``, the
+scales of rows that are quantised. Arithmetic is in float32 and rounds once, at the
 store; a sum with the residual is rounded to its own type first, and it is the rounded sum that is
 normalised. Where a product and a sum might be contracted they are (``fma``), and not left to the
 compiler, which contracts or not by what stands around: a row must give the same bits whichever
@@ -16,37 +17,17 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tileops.lib.float8_triton import e4m3_bytes
+from tileops.norm.kernels.access_triton import inverse_root, load, store
 
 __all__ = ["chunk_sums", "normalize_chunks", "normalize_rows", "stream_rows"]
-
-
-@triton.jit
-def _load(pointer, offsets, mask, MASKED: tl.constexpr, POLICY: tl.constexpr):
-    if MASKED:
-        return tl.load(pointer + offsets, mask=mask, other=0.0, eviction_policy=POLICY)
-    else:
-        return tl.load(pointer + offsets, eviction_policy=POLICY)
-
-
-@triton.jit
-def _store(pointer, offsets, values, mask, MASKED: tl.constexpr):
-    if MASKED:
-        tl.store(pointer + offsets, values.to(pointer.dtype.element_ty), mask=mask)
-    else:
-        tl.store(pointer + offsets, values.to(pointer.dtype.element_ty))
 
 
 @triton.jit
 def _add(values, residual_values, total, offsets, mask, MASKED: tl.constexpr):
     """Store the sum; give what was stored."""
     rounded = (values.to(tl.float32) + residual_values.to(tl.float32)).to(total.dtype.element_ty)
-    _store(total, offsets, rounded, mask, MASKED)
+    store(total, offsets, rounded, mask, MASKED)
     return rounded
-
-
-@triton.jit
-def _scale(sum_of_squares, eps, N: tl.constexpr):
-    return tl.rsqrt(tl.fma(sum_of_squares, 1.0 / N, eps))
 
 
 @triton.jit
@@ -143,20 +124,21 @@ def _quantised(
 @triton.jit
 def _normalize_tile(
     values,
-    added,
+    others,
     weights,
     biases,
     scale,
     shift,
     gate,
+    moments,
     y,
     total,
     quanta,
     first,
+    rows,
     offsets,
     mask,
     inside,
-    present,
     eps,
     bound,
     N: tl.constexpr,
@@ -176,26 +158,32 @@ def _normalize_tile(
     terms = None
     gates = None
     if scale is not None:
-        factors = _load(scale + here, offsets, mask, MASKED, POLICY)
-        terms = _load(shift + here, offsets, mask, MASKED, POLICY)
+        factors = load(scale + here, offsets, mask, MASKED, POLICY)
+        terms = load(shift + here, offsets, mask, MASKED, POLICY)
     if gate is not None:
-        gates = _load(gate + here, offsets, mask, MASKED, POLICY)
-    if added is not None:
-        values = _add(values, added, total + here, offsets, mask, MASKED)
+        gates = load(gate + here, offsets, mask, MASKED, POLICY)
+    if total is not None:
+        values = _add(values, others, total + here, offsets, mask, MASKED)
     values = values.to(tl.float32)
+    row = first + tl.arange(0, TILE)
+    present = row < rows
     if CENTRED:
-        values = values - (tl.sum(values, axis=1) * (1.0 / N))[:, None]
+        mean = tl.sum(values, axis=1) * (1.0 / N)
+        values = values - mean[:, None]
         if PADDED:
             values = tl.where(inside, values, 0.0)
-    values = values * _scale(tl.sum(values * values, axis=1), eps, N)[:, None]
+    squares = tl.sum(values * values, axis=1)
+    if moments is not None:
+        tl.store(moments + row, mean, mask=present)
+        tl.store(moments + rows + row, squares, mask=present)
+    values = values * inverse_root(squares, eps, N)[:, None]
     values = _affine(values, weights, biases)
     values = _affine(values, factors, terms)
     if gates is not None:
         values = values * gates.to(tl.float32)
     if quanta is not None:
-        rows = first + tl.arange(0, TILE)
-        values = _quantised(values, quanta, rows, present, bound, TOP, LEAST, NATIVE)
-    _store(y + here, offsets, values, mask, MASKED)
+        values = _quantised(values, quanta, row, present, bound, TOP, LEAST, NATIVE)
+    store(y + here, offsets, values, mask, MASKED)
 
 
 @triton.jit
@@ -207,6 +195,7 @@ def normalize_rows(
     scale,
     shift,
     gate,
+    moments,
     y,
     total,
     quanta,
@@ -239,21 +228,20 @@ def normalize_rows(
     offsets = lanes * N + cols
     row = tl.program_id(0).to(tl.int64) * TILE
     mask = inside & (row + lanes < rows)
-    present = row + tl.arange(0, TILE) < rows
 
-    values = _load(x + row * N, offsets, mask, MASKED, POLICY)
-    added = None
+    values = load(x + row * N, offsets, mask, MASKED, POLICY)
+    others = values  # stands for none: None cannot be carried from turn to turn
     if residual is not None:
-        added = _load(residual + row * N, offsets, mask, MASKED, POLICY)
+        others = load(residual + row * N, offsets, mask, MASKED, POLICY)
     weights = None
     biases = None
     if GROUPS == 0:
         # By each row of a tile: dearer than once for all by cache hits, cheaper by a barrier.
         places = cols + lanes * 0
         if weight is not None:
-            weights = _load(weight, places, inside, PADDED, "evict_last")
+            weights = load(weight, places, inside, PADDED, "evict_last")
         if bias is not None:
-            biases = _load(bias, places, inside, PADDED, "evict_last")
+            biases = load(bias, places, inside, PADDED, "evict_last")
     else:
         if weight is not None:
             weights = _of_channels(weight, row + lanes, 0, N, BLOCK, GROUPS, SPATIAL)
@@ -265,100 +253,22 @@ def normalize_rows(
         for first in range(row, rows, step):
             ahead = first + step
             mask_ahead = inside & (ahead + lanes < rows)
-            values_ahead = _load(x + ahead * N, offsets, mask_ahead, True, POLICY)
-            mask = inside & (first + lanes < rows)
-            present = first + tl.arange(0, TILE) < rows
-            # Nothing that may be None is carried from turn to turn: Triton 3.6 refuses it.
+            values_ahead = load(x + ahead * N, offsets, mask_ahead, True, POLICY)
+            others_ahead = values_ahead
             if residual is not None:
-                added_ahead = _load(residual + ahead * N, offsets, mask_ahead, True, POLICY)
-                _normalize_tile(
-                    values,
-                    added,
-                    weights,
-                    biases,
-                    scale,
-                    shift,
-                    gate,
-                    y,
-                    total,
-                    quanta,
-                    first,
-                    offsets,
-                    mask,
-                    inside,
-                    present,
-                    eps,
-                    bound,
-                    N,
-                    TILE,
-                    MASKED,
-                    PADDED,
-                    POLICY,
-                    CENTRED,
-                    TOP,
-                    LEAST,
-                    NATIVE,
-                )
-                added = added_ahead
-            else:
-                _normalize_tile(
-                    values,
-                    None,
-                    weights,
-                    biases,
-                    scale,
-                    shift,
-                    gate,
-                    y,
-                    total,
-                    quanta,
-                    first,
-                    offsets,
-                    mask,
-                    inside,
-                    present,
-                    eps,
-                    bound,
-                    N,
-                    TILE,
-                    MASKED,
-                    PADDED,
-                    POLICY,
-                    CENTRED,
-                    TOP,
-                    LEAST,
-                    NATIVE,
-                )
-            values = values_ahead
-    else:
+                others_ahead = load(residual + ahead * N, offsets, mask_ahead, True, POLICY)
+            _normalize_tile(
+                values, others, weights, biases, scale, shift, gate, moments, y, total, quanta,
+                first, rows, offsets, inside & (first + lanes < rows), inside, eps, bound,
+                N, TILE, MASKED, PADDED, POLICY, CENTRED, TOP, LEAST, NATIVE,
+            )  # fmt: skip
+            values, others = values_ahead, others_ahead
+    else:  # as a loop of one turn it would hold its operands in more registers
         _normalize_tile(
-            values,
-            added,
-            weights,
-            biases,
-            scale,
-            shift,
-            gate,
-            y,
-            total,
-            quanta,
-            row,
-            offsets,
-            mask,
-            inside,
-            present,
-            eps,
-            bound,
-            N,
-            TILE,
-            MASKED,
-            PADDED,
-            POLICY,
-            CENTRED,
-            TOP,
-            LEAST,
-            NATIVE,
-        )
+            values, others, weights, biases, scale, shift, gate, moments, y, total, quanta,
+            row, rows, offsets, mask, inside, eps, bound,
+            N, TILE, MASKED, PADDED, POLICY, CENTRED, TOP, LEAST, NATIVE,
+        )  # fmt: skip
 
 
 # --- rows in chunks -----------------------------------------------------------------------------
@@ -369,9 +279,9 @@ def _read_chunk(x, residual, total, here, begin, cols, N: tl.constexpr, CHUNK: t
     """The chunk at ``here``, which is column ``begin`` of its row, with the residual."""
     MASKED: tl.constexpr = N % CHUNK != 0
     inside = begin + cols < N
-    values = _load(x + here, cols, inside, MASKED, "")
+    values = load(x + here, cols, inside, MASKED, "")
     if residual is not None:
-        added = _load(residual + here, cols, inside, MASKED, "evict_first")
+        added = load(residual + here, cols, inside, MASKED, "evict_first")
         values = _add(values, added, total + here, cols, inside, MASKED)
     return values.to(tl.float32)
 
@@ -419,7 +329,7 @@ def _normalize_chunk(
     MASKED: tl.constexpr = N % CHUNK != 0
     inside = begin + cols < N
     here = row * N + begin
-    values = _load(source + here, cols, inside, MASKED, "evict_first").to(tl.float32)
+    values = load(source + here, cols, inside, MASKED, "evict_first").to(tl.float32)
     if CENTRED:
         values = values - mean
     values = values * size
@@ -427,9 +337,9 @@ def _normalize_chunk(
     biases = None
     if GROUPS == 0:
         if weight is not None:
-            weights = _load(weight + begin, cols, inside, MASKED, "evict_last")
+            weights = load(weight + begin, cols, inside, MASKED, "evict_last")
         if bias is not None:
-            biases = _load(bias + begin, cols, inside, MASKED, "evict_last")
+            biases = load(bias + begin, cols, inside, MASKED, "evict_last")
     else:
         if weight is not None:
             weights = _of_channels(weight, row, begin, N, CHUNK, GROUPS, SPATIAL)
@@ -437,12 +347,12 @@ def _normalize_chunk(
             biases = _of_channels(bias, row, begin, N, CHUNK, GROUPS, SPATIAL)
     values = _affine(values, weights, biases)
     if scale is not None:
-        factors = _load(scale + here, cols, inside, MASKED, "evict_first")
-        terms = _load(shift + here, cols, inside, MASKED, "evict_first")
+        factors = load(scale + here, cols, inside, MASKED, "evict_first")
+        terms = load(shift + here, cols, inside, MASKED, "evict_first")
         values = _affine(values, factors, terms)
     if gate is not None:
-        values = values * _load(gate + here, cols, inside, MASKED, "evict_first").to(tl.float32)
-    _store(y + here, cols, values, inside, MASKED)
+        values = values * load(gate + here, cols, inside, MASKED, "evict_first").to(tl.float32)
+    store(y + here, cols, values, inside, MASKED)
 
 
 @triton.jit
@@ -454,6 +364,7 @@ def stream_rows(
     scale,
     shift,
     gate,
+    moments,
     y,
     total,
     length,  # N again, at run time: a loop of a known number of turns would be unrolled, and spill
@@ -481,31 +392,19 @@ def stream_rows(
             mean, squares = _join(mean, squares, begin * 1.0, part_mean, part, more)
         else:
             squares += tl.sum(values * values, axis=0)
-    size = _scale(squares, eps, N)
+    size = inverse_root(squares, eps, N)
+    if moments is not None:
+        tl.store(moments + row, mean)
+        tl.store(moments + tl.num_programs(0) + row, squares)
     source = x
     if residual is not None:
         source = total
         tl.debug_barrier()  # other threads of this program may have stored what is read now
     for done in range(0, length, CHUNK):
         _normalize_chunk(
-            source,
-            weight,
-            bias,
-            scale,
-            shift,
-            gate,
-            y,
-            mean,
-            size,
-            row,
-            LAST - done,
-            cols,
-            N,
-            CHUNK,
-            CENTRED,
-            GROUPS,
-            SPATIAL,
-        )
+            source, weight, bias, scale, shift, gate, y, mean, size, row, LAST - done, cols,
+            N, CHUNK, CENTRED, GROUPS, SPATIAL,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -542,6 +441,7 @@ def normalize_chunks(
     scale,
     shift,
     gate,
+    moments,
     y,
     sums,
     eps,
@@ -573,24 +473,12 @@ def normalize_chunks(
                 mean, squares = _join(mean, squares, begin * 1.0, part_mean, part_squares, more)
             else:
                 squares += tl.load(sums + row * CHUNKS + chunk, mask=there, other=0.0)
-    size = _scale(squares, eps, N)
+    size = inverse_root(squares, eps, N)
     begin = program % CHUNKS * CHUNK
+    if moments is not None:
+        tl.store(moments + row, mean, mask=begin == 0)
+        tl.store(moments + tl.num_programs(0) // CHUNKS + row, squares, mask=begin == 0)
     _normalize_chunk(
-        source,
-        weight,
-        bias,
-        scale,
-        shift,
-        gate,
-        y,
-        mean,
-        size,
-        row,
-        begin,
-        cols,
-        N,
-        CHUNK,
-        CENTRED,
-        GROUPS,
-        SPATIAL,
-    )
+        source, weight, bias, scale, shift, gate, y, mean, size, row, begin, cols,
+        N, CHUNK, CENTRED, GROUPS, SPATIAL,
+    )  # fmt: skip

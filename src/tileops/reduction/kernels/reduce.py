@@ -1,11 +1,12 @@
 """Every reduction that gives one number, or two, for each kept index.
 
-A contiguous tensor is read once, in tiles held in registers: whole rows, parts of long rows, or parts
-of columns where the axis has an inner stride. A tile becomes a state of up to three numbers; where an
-axis has several tiles, or several axes with kept ones between them are reduced, further launches merge
-states, up to ``STATES`` at a time. Which tiles there are follows from the sizes that are reduced and
-the stride, so a row's result does not depend on how many rows stand beside it, and no order of
-programs matters.
+A contiguous tensor is read once: whole rows held in registers, parts of long rows, or parts of columns
+where the axis has an inner stride. A part of columns, and of a very long row, is walked in tiles of one
+vector to a thread, all of whose loads may be under way while a number a place is kept. A part becomes
+a state of up to three numbers; where an axis has several parts, or several axes with kept ones between
+them are reduced, further launches merge states, up to ``STATES`` at a time. Which parts there are
+follows from the sizes that are reduced and the stride, so a row's result does not depend on how many
+rows stand beside it, and no order of programs matters.
 """
 
 from __future__ import annotations
@@ -36,12 +37,20 @@ DEVICE = f"{__name__}_triton"
 REGISTER_ROW = 16384
 """Elements of a row that one program holds."""
 ROW_PART = 8192
-ROW_TILE = 2048
-"""Elements of a tile of several short rows."""
-COLUMN_TILE = 16384
-COLUMN_BYTES = 128
+WALKED_ROW = 1 << 22
+"""Elements from which a row's parts are walked, for which there are then parts enough."""
+ROW_TILE_BYTES = 4096
+"""Of a tile of several short rows."""
+WALK_BYTES = 4096
+"""Of a tile of a walk: a vector for each of 256 threads."""
+TURNS = 16
+"""Tiles of a walk, at most."""
+TURNS_HELD = 8
+"""Of a tile that is held where the others walk."""
+COLUMN_BYTES = 256
 """Contiguous bytes of a tile of columns, at least, where the inner axes have as many."""
-MOST_COLUMNS = 512
+PART_BYTES = 16384
+"""Of a part of columns, at least, where the inner axes have as many."""
 STATES = 4096
 """Elements of a tile of states."""
 HELD = 32
@@ -56,6 +65,13 @@ class Scheme:
     fold: str
     end: str = "same"
     divisor: Callable[[CallSpec, int], float] = lambda call, n: 1.0
+    order: int = 0
+    """Of a power that products give."""
+
+    @property
+    def walks(self) -> bool:
+        """Whether a place's state takes another element at little cost: not at two exponentials'."""
+        return self.fold != "exp"
 
     @property
     def counts(self) -> bool:
@@ -100,10 +116,22 @@ NORMS = {
     math.inf: Scheme("abs", "max"),
     -math.inf: Scheme("abs", "min"),
 }
+LEAST_ORDER, MOST_ORDER = 0.1, 100.0
+MOST_PRODUCTS = 8
+
+
+def _ord(call: CallSpec, n: int) -> float:
+    return float(call.params.ord)
 
 
 def _scheme(call: CallSpec) -> Scheme | None:
-    return NORMS.get(call.params.ord) if call.op == "VectorNormFwdOp" else SCHEMES[call.op]
+    if call.op != "VectorNormFwdOp":
+        return SCHEMES[call.op]
+    order = call.params.ord
+    if order in NORMS or not LEAST_ORDER <= abs(order) <= MOST_ORDER:
+        return NORMS.get(order)
+    products = int(order) if order in range(2, MOST_PRODUCTS + 1) else 0
+    return Scheme("power", "sum", "power", _ord, products)
 
 
 def _source(call: CallSpec) -> TensorSpec:
@@ -162,7 +190,7 @@ class Reduce(Kernel):
     @classmethod
     def refuses(cls, call: CallSpec) -> str | None:
         if _scheme(call) is None:
-            return f"ord {call.params.ord}: it has 0, 1, 2, inf and -inf"
+            return f"ord {call.params.ord}: it has 0, inf, -inf and {LEAST_ORDER} to {MOST_ORDER}"
         x = _source(call)
         if x.dtype is torch.complex128:
             return "complex128 has no type in Triton"
@@ -172,17 +200,18 @@ class Reduce(Kernel):
 
     @classmethod
     def entry_for(cls, call: CallSpec) -> Entry:
-        return cls._entry(call, HELD)
+        return cls._entry(call, _planned(call).warps)
 
     @classmethod
     def candidates(cls, call: CallSpec) -> list[Entry]:
-        return [cls._entry(call, held) for held in (HELD, 16, 64)]
+        warps = _planned(call).warps
+        others = {min(2 * warps, 16), max(warps // 2, 4)} - {warps}
+        return [cls._entry(call, number) for number in (warps, *sorted(others))]
 
     @classmethod
-    def _entry(cls, call: CallSpec, held: int) -> Entry:
-        """``held``: elements that one thread holds."""
+    def _entry(cls, call: CallSpec, warps: int) -> Entry:
         plan = _planned(call)
-        builds = (_read_build(call, plan, held), *(_merge_build(call, m) for m in plan.merges))
+        builds = (_read_build(call, plan, warps), *(_merge_build(call, m) for m in plan.merges))
         identity = tuple(build.identity for build in builds)
         return Entry(identity, functools.partial(load_all, *builds), _bind)
 
@@ -206,27 +235,46 @@ class Merge:
         """Kept indices of a tile."""
         return min(max(STATES // self.width, 1), 64)
 
+    @property
+    def tiles(self) -> int:
+        """Of the kept indices that are neighbours in memory, or all where the states are."""
+        return cdiv(self.kept if self.inner == 1 else self.inner, self.height)
+
+    @property
+    def programs(self) -> int:
+        outer = 1 if self.inner == 1 else self.kept // self.inner
+        return outer * self.tiles * self.parts
+
 
 @dataclass(frozen=True)
 class Plan:
-    """The first launch, which reads ``step`` in parts of ``length``, and those that merge."""
+    """The first launch, which reads ``step`` in parts, and those that merge."""
 
     step: Step
-    length: int
-    columns: int
-    """Columns of a tile; 0 for contiguous rows."""
+    turn: int
+    """Elements along the axis of a tile."""
+    turns: int
+    """Tiles of a part."""
+    kept: int
+    """Rows, or columns, of a tile."""
+    held: int
+    """Elements that one thread holds of a tile."""
     packed: bool
     """Elements of ``step`` are four of the tensor's."""
     merges: tuple[Merge, ...]
 
     @property
-    def parts(self) -> int:
-        return cdiv(self.step.n, self.length)
+    def rows(self) -> bool:
+        """Whether it reads contiguous rows."""
+        return self.step.inner == 1
 
     @property
-    def height(self) -> int:
-        """Rows of a tile."""
-        return max(ROW_TILE // self.length, 1) if self.parts == 1 else 1
+    def parts(self) -> int:
+        return cdiv(self.step.n, self.turn * self.turns)
+
+    @property
+    def warps(self) -> int:
+        return min(max(self.kept * self.turn // (32 * self.held), 4), 16)
 
 
 def _packed(call: CallSpec, step: Step) -> bool:
@@ -237,21 +285,33 @@ def _packed(call: CallSpec, step: Step) -> bool:
     return asks and x.dtype.itemsize == 1 and step.inner == 1 and step.n % 4 == 0 and x.aligned
 
 
+def _tile(step: Step, size: int, walks: bool) -> tuple[int, int, int, int]:
+    """``turn``, ``turns``, ``kept`` and ``held`` of a plan for elements of ``size`` bytes."""
+    extent, vector = next_power_of_2(step.n), 16 // size
+    if step.inner == 1:
+        if step.n <= REGISTER_ROW:
+            return extent, 1, max(ROW_TILE_BYTES // size // extent, 1), HELD
+        if step.n < WALKED_ROW or not walks:
+            return ROW_PART, 1, 1, HELD
+        return WALK_BYTES // size, TURNS, 1, vector
+    wanted = max(COLUMN_BYTES, PART_BYTES // extent) // size
+    columns = min(next_power_of_2(step.inner), wanted)
+    turn = min(max(WALK_BYTES // size // columns, 1), extent)
+    if not walks:
+        return min(turn * TURNS_HELD, extent), 1, columns, HELD
+    return turn, min(TURNS, extent // turn), columns, vector
+
+
 def _planned(call: CallSpec) -> Plan:
-    x = _source(call)
+    x, scheme = _source(call), _scheme(call)
+    assert scheme is not None
     first, *rest = steps_of(x.shape, _reduced_axes(call))
+    size = x.dtype.itemsize
     if packed := _packed(call, first):
-        first = Step(first.outer, first.n // 4, 1)
-    columns = 0
-    if first.inner == 1:
-        length = next_power_of_2(first.n) if first.n <= REGISTER_ROW else ROW_PART
-    else:
-        tile = COLUMN_TILE if x.dtype.itemsize < 8 else COLUMN_TILE // 2
-        least = max(COLUMN_BYTES // x.dtype.itemsize, tile // next_power_of_2(first.n))
-        columns = min(next_power_of_2(first.inner), least, MOST_COLUMNS)
-        length = min(next_power_of_2(first.n), tile // columns)
+        first, size = Step(first.outer, first.n // 4, 1), 4
+    turn, turns, kept, held = _tile(first, size, scheme.walks)
     merges: list[Merge] = []
-    states = [Step(first.outer, cdiv(first.n, length), first.inner), *rest]
+    states = [Step(first.outer, cdiv(first.n, turn * turns), first.inner), *rest]
     for step in states:
         n = step.n
         while n > 1:
@@ -260,7 +320,7 @@ def _planned(call: CallSpec) -> Plan:
             n = merges[-1].parts
     if merges:
         merges[-1] = Merge(**{**vars(merges[-1]), "last": True})
-    return Plan(first, length, columns, packed, tuple(merges))
+    return Plan(first, turn, turns, kept, held, packed, tuple(merges))
 
 
 def _wide(call: CallSpec) -> bool:
@@ -297,26 +357,18 @@ def _read_as(call: CallSpec, plan: Plan) -> torch.dtype:
     return torch.int32 if plan.packed else torch.int64 if dtype is torch.complex64 else dtype
 
 
-def _read_build(call: CallSpec, plan: Plan, held: int) -> TritonBuild:
+def _read_build(call: CallSpec, plan: Plan, warps: int) -> TritonBuild:
     x, scheme = _source(call), _scheme(call)
     assert scheme is not None
     complex_bits = x.dtype is torch.complex64
     pointer = pointer_to(_read_as(call, plan))
     states = pointer_to(_state_type(call, scheme))
     number = "fp64" if _wide(call) else "fp32"
-    rows = not plan.columns
-    grain = grain_of(plan.step.n if rows else plan.step.inner)
-    if rows:
-        height = plan.height
-        sizes: tuple[tuple[str, str], ...] = (("rows", "i64"), ("n_groups", "i64"))
-        tile: tuple[tuple[str, Any], ...] = (("ROWS", height), ("N", plan.length))
-    else:
-        height = plan.columns
+    sizes: tuple[tuple[str, str], ...] = (("rows", "i64"), ("n_groups", "i64"))
+    if not plan.rows:
         sizes = (("n", "i64"), ("inner_groups", "i64"), ("inner_tiles", "i32"))
-        tile = (("STEP", plan.length), ("COLUMNS", plan.columns))
-    elements = height * plan.length
     return TritonBuild(
-        f"{DEVICE}:{'reduce_rows' if rows else 'reduce_columns'}",
+        f"{DEVICE}:{'reduce_rows' if plan.rows else 'reduce_columns'}",
         (
             ("x", pointer),
             *_outputs(call),
@@ -327,15 +379,18 @@ def _read_build(call: CallSpec, plan: Plan, held: int) -> TritonBuild:
             ("divisor", number),
         ),
         (
-            ("GRAIN", grain),
-            *tile,
+            ("GRAIN", grain_of(plan.step.n if plan.rows else plan.step.inner)),
+            ("ROWS" if plan.rows else "COLUMNS", plan.kept),
+            ("TURN", plan.turn),
+            ("TURNS", plan.turns),
             *_shared(call, scheme, not plan.merges),
+            ("ORDER", scheme.order),
             ("MASK", 0x7FFFFFFF7FFFFFFF if complex_bits else 0),
             ("PACKED", plan.packed),
             ("CASTS", getattr(call.params, "dtype", None) not in (None, x.dtype)),
             ("WIDE", _wide(call)),
         ),
-        min(max(elements // (32 * held), 4), 16),
+        warps,
         aligned=("x",) if x.aligned else (),
     )
 
@@ -356,11 +411,11 @@ def _merge_build(call: CallSpec, merge: Merge) -> TritonBuild:
             *_outputs(call),
             ("kept", "i64"),
             ("n", "i64"),
-            ("inner", "i64"),
+            ("tiles", "i32"),
             ("parts", "i32"),
             ("divisor", "fp64" if _wide(call) else "fp32"),
         ),
-        (("KEPT", merge.height), ("N", merge.width), *shared),
+        (("KEPT", merge.height), ("N", merge.width), ("ROWS", merge.inner == 1), *shared),
         4,
         options=options,
     )
@@ -382,15 +437,14 @@ def _bind(launchers: tuple[Launcher, ...], call: CallSpec) -> Run:
         for count in counts[:-1]
     ]
     divisor = scheme.divisor(call, x.numel // max(_results(call)[0].numel, 1))
-    if plan.columns:
-        tiles = cdiv(step.inner, plan.columns)
-        grain = grain_of(step.inner)
-        grid = step.outer * plan.parts * tiles
-        scalars: tuple[Any, ...] = (step.n, step.inner // grain, tiles, plan.parts, divisor)
+    if plan.rows:
+        grid = cdiv(step.outer, plan.kept) * plan.parts
+        scalars: tuple[Any, ...] = (step.outer, step.n // grain_of(step.n), plan.parts, divisor)
     else:
-        grain = grain_of(step.n)
-        grid = cdiv(step.outer, plan.height) * plan.parts
-        scalars = (step.outer, step.n // grain, plan.parts, divisor)
+        tiles = cdiv(step.inner, plan.kept)
+        grid = step.outer * plan.parts * tiles
+        groups = step.inner // grain_of(step.inner)
+        scalars = (step.n, groups, tiles, plan.parts, divisor)
     read, merging = launches[0], list(zip(plan.merges, launches[1:], counts[1:], strict=True))
     kind = _read_as(call, plan)
     viewed = kind is not x.dtype
@@ -402,10 +456,10 @@ def _bind(launchers: tuple[Launcher, ...], call: CallSpec) -> Run:
         read(grid, 1, 1, x.view(-1).view(kind) if viewed else x, y, y2, states, counts[0], *scalars)
         for number, (merge, launch, count) in enumerate(merging, 1):
             into = buffers[number]() if number < len(buffers) else None
-            programs = cdiv(merge.kept, merge.height) * merge.parts
+            kept = merge.kept if merge.inner == 1 else merge.inner
             launch(
-                programs, 1, 1, states, counts[number - 1], into, count, y, y2,
-                merge.kept, merge.n, merge.inner, merge.parts, divisor,
+                merge.programs, 1, 1, states, counts[number - 1], into, count, y, y2,
+                kept, merge.n, merge.tiles, merge.parts, divisor,
             )  # fmt: skip
             states = into
         return y if single else tuple(outs)

@@ -1,8 +1,9 @@
 """Device code of ``reduce.py``.
 
-An op lifts each element, folds a tile of them into a state of up to three lanes, merges states, and
+An op lifts each element, folds those of a part into a state of up to three lanes, merges states, and
 makes its result from the last one. ``LIFT``, ``FOLD`` and ``END`` say how; every kernel here serves
-all of them.
+all of them. A part is one tile, or several of which each place joins what it meets, so that only the
+last is reduced across threads. ``divisor`` is that of ``END``, or the order of a norm.
 """
 
 import triton
@@ -51,12 +52,37 @@ def _ordered(value):
 
 
 @triton.jit
+def _key(value, inside):
+    """Integers in the order of floats, the least ones outside."""
+    key = _ordered(value)
+    LEAST: tl.constexpr = LEAST_64 if key.dtype == tl.int64 else LEAST_32
+    return tl.where(inside, key, LEAST)
+
+
+@triton.jit
+def _first_of(keys, places, AXIS: tl.constexpr):
+    """The largest key along ``AXIS`` and the first of its places, both int64."""
+    FAR: tl.constexpr = NO_PLACE if places.dtype == tl.int64 else 0x7FFFFFFF
+    peak = tl.max(keys, AXIS)
+    first = tl.where(keys == tl.expand_dims(peak, AXIS), places, FAR)
+    return peak.to(tl.int64), tl.min(first, AXIS).to(tl.int64)
+
+
+@triton.jit
+def _power(base, exponent):
+    """Of what is not negative."""
+    return tl.exp2(exponent * tl.log2(base))
+
+
+@triton.jit
 def _lifted(
     pointer,
     inside,
     y,
+    divisor,
     LIFT: tl.constexpr,
     FOLD: tl.constexpr,
+    ORDER: tl.constexpr,
     MASK: tl.constexpr,
     PACKED: tl.constexpr,
     CASTS: tl.constexpr,
@@ -92,6 +118,15 @@ def _lifted(
             result = result * result
         elif LIFT == "negative":
             result = -result
+        elif LIFT == "power":
+            base = tl.abs(result)
+            if ORDER:  # neither small numbers nor the last digit are lost
+                result = base
+                for _ in tl.static_range(1, ORDER):
+                    result = result * base
+            else:
+                # Of nothing a negative power is infinite.
+                result = tl.where(inside, _power(base, divisor), 0.0)
     return result
 
 
@@ -120,53 +155,134 @@ def _fold(value, inside, place, count, FOLD: tl.constexpr, AXIS: tl.constexpr):
         b = tl.sum(away * away, AXIS)
         c = tl.zeros_like(a) + count
     else:
-        key = _ordered(value)
-        LEAST: tl.constexpr = LEAST_64 if key.dtype == tl.int64 else LEAST_32
-        key = tl.where(inside, key, LEAST)
-        peak = tl.max(key, AXIS)
-        first = tl.where(key == tl.expand_dims(peak, AXIS), place, 0x7FFFFFFF)
-        a = peak.to(tl.int64)
-        b = tl.min(first, AXIS).to(tl.int64)
+        a, b = _first_of(_key(value, inside), place, AXIS)
         c = a
     return a, b, c
 
 
 @triton.jit
-def _merged(states, lanes, inside, FOLD: tl.constexpr, COUNTS: tl.constexpr):
-    """One state from those along axis 1; ``lanes``: elements from one lane to the next."""
+def _joined(a, b, value, inside, place, TURN: tl.constexpr, FOLD: tl.constexpr):
+    """The first two lanes of each place's state after tile ``TURN``, whose elements are ``value``."""
     if FOLD == "sum":
-        a = tl.sum(tl.load(states, mask=inside, other=0), 1)
-        b, c = a, a
+        a += value
     elif FOLD == "prod":
-        a = tl.reduce(tl.load(states, mask=inside, other=1), 1, _times)
-        b, c = a, a
+        a *= value
     elif FOLD == "max":
-        LEAST: tl.constexpr = 0 if COUNTS else float("-inf")
-        a = _largest(tl.load(states, mask=inside, other=LEAST), 1)
-        b, c = a, a
+        a = tl.maximum(a, value, propagate_nan=tl.PropagateNan.ALL)
     elif FOLD == "min":
-        a = -_largest(-tl.load(states, mask=inside, other=float("inf")), 1)
-        b, c = a, a
-    elif FOLD == "exp":
-        peaks = tl.load(states, mask=inside, other=float("-inf"))
-        sums = tl.load(states + lanes, mask=inside, other=0.0)
-        a = tl.max(peaks, 1)
-        b = tl.sum(sums * tl.exp(peaks - _finite(a)[:, None]), 1)
+        a = tl.minimum(a, value, propagate_nan=tl.PropagateNan.ALL)
+    elif FOLD == "moments":  # Youngs and Cramer 1971: sums, and squares about the mean
+        a += value
+        away = tl.where(inside, value * (TURN + 1) - a, 0.0)
+        b += away * away * (1.0 / (TURN * (TURN + 1)))
+    else:
+        key = _key(value, inside)
+        better = key > a
+        a = tl.where(better, key, a)
+        b = tl.where(better, place, b)
+    return a, b
+
+
+@triton.jit
+def _loaded(states, lanes, inside, FOLD: tl.constexpr, COUNTS: tl.constexpr):
+    """States; ``lanes``: elements from one lane to the next."""
+    NEUTRAL: tl.constexpr = (
+        1
+        if FOLD == "prod"
+        else float("inf")
+        if FOLD == "min"
+        else float("-inf")
+        if FOLD == "exp" or (FOLD == "max" and not COUNTS)
+        else LEAST_64
+        if FOLD == "first"
+        else 0
+    )
+    a = tl.load(states, mask=inside, other=NEUTRAL)
+    b, c = a, a
+    if FOLD == "exp" or FOLD == "moments" or FOLD == "first":
+        b = tl.load(states + lanes, mask=inside, other=NO_PLACE if FOLD == "first" else 0)
+    if FOLD == "moments":
+        c = tl.load(states + 2 * lanes, mask=inside, other=0.0)
+    return a, b, c
+
+
+@triton.jit
+def _merged(a, b, c, FOLD: tl.constexpr, AXIS: tl.constexpr):
+    """One state from those along ``AXIS``."""
+    if FOLD == "exp":
+        peaks, sums = a, b
+        a = tl.max(peaks, AXIS)
+        b = tl.sum(sums * tl.exp(peaks - tl.expand_dims(_finite(a), AXIS)), AXIS)
         c = a
     elif FOLD == "moments":
-        means = tl.load(states, mask=inside, other=0.0)
-        squares = tl.load(states + lanes, mask=inside, other=0.0)
-        counts = tl.load(states + 2 * lanes, mask=inside, other=0.0)
-        c = tl.sum(counts, 1)
-        a = tl.sum(means * counts, 1) / c
-        away = tl.where(inside, means - a[:, None], 0.0)
-        b = tl.sum(squares + counts * (away * away), 1)
-    else:
-        keys = tl.load(states, mask=inside, other=LEAST_64)
-        places = tl.load(states + lanes, mask=inside, other=NO_PLACE)
-        a = tl.max(keys, 1)
-        b = tl.min(tl.where(keys == a[:, None], places, NO_PLACE), 1)
+        means, squares, counts = a, b, c
+        c = tl.sum(counts, AXIS)
+        a = tl.sum(means * counts, AXIS) / c
+        away = tl.where(counts > 0, means - tl.expand_dims(a, AXIS), 0.0)
+        b = tl.sum(squares + counts * (away * away), AXIS)
+    elif FOLD == "first":
+        a, b = _first_of(a, b, AXIS)
         c = a
+    else:
+        if FOLD == "sum":
+            a = tl.sum(a, AXIS)
+        elif FOLD == "prod":
+            a = tl.reduce(a, AXIS, _times)
+        elif FOLD == "max":
+            a = _largest(a, AXIS)
+        else:
+            a = -_largest(-a, AXIS)
+        b, c = a, a
+    return a, b, c
+
+
+@triton.jit
+def _part(
+    pointer,
+    step,
+    there,
+    place,
+    left,
+    y,
+    divisor,
+    TURN: tl.constexpr,
+    TURNS: tl.constexpr,
+    AXIS: tl.constexpr,
+    LIFT: tl.constexpr,
+    FOLD: tl.constexpr,
+    ORDER: tl.constexpr,
+    MASK: tl.constexpr,
+    PACKED: tl.constexpr,
+    CASTS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """The state of TURNS tiles, ``step`` apart in memory, of TURN elements along the axis each, of
+    which ``left`` are inside."""
+    inside = there & (place < left)
+    value = _lifted(pointer, inside, y, divisor, LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE)
+    if TURNS == 1:
+        count = tl.minimum(left, TURN).to(tl.float64 if WIDE else tl.float32)
+        a, b, c = _fold(value, inside, place, count, FOLD, AXIS)
+    else:
+        a, b = value, value
+        if FOLD == "first":
+            a, b = _key(value, inside), tl.broadcast_to(place, value.shape)
+        elif FOLD == "moments":
+            b = tl.zeros_like(value)
+        for turn in tl.static_range(1, TURNS):
+            later = place + turn * TURN
+            inside = there & (later < left)
+            value = _lifted(
+                pointer + turn * step, inside, y, divisor,
+                LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE,
+            )  # fmt: skip
+            a, b = _joined(a, b, value, inside, later, turn, FOLD)
+        c = a
+        if FOLD == "moments":
+            turns = tl.maximum(tl.minimum((left - place + (TURN - 1)) // TURN, TURNS), 0)
+            c = tl.broadcast_to(tl.where(there, turns, 0), value.shape).to(value.dtype)
+            a = a / tl.maximum(c, 1.0)
+        a, b, c = _merged(a, b, c, FOLD, AXIS)
     return a, b, c
 
 
@@ -191,6 +307,8 @@ def _end(y, y2, offset, inside, a, b, c, divisor, END: tl.constexpr):
     """Write the result that a state stands for."""
     if END == "mean":
         a = _divided(a, divisor)
+    elif END == "power":
+        a = _power(a, 1.0 / divisor)
     elif END == "root":
         a = _rooted(a)
     elif END == "log":
@@ -233,31 +351,33 @@ def reduce_rows(
     divisor,
     GRAIN: tl.constexpr,
     ROWS: tl.constexpr,
-    N: tl.constexpr,
+    TURN: tl.constexpr,
+    TURNS: tl.constexpr,
     LAST: tl.constexpr,
     LIFT: tl.constexpr,
     FOLD: tl.constexpr,
     END: tl.constexpr,
     LANES: tl.constexpr,
+    ORDER: tl.constexpr,
     MASK: tl.constexpr,
     PACKED: tl.constexpr,
     CASTS: tl.constexpr,
     WIDE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Contiguous rows: several to a tile, or a part of one."""
+    """Contiguous rows: several to a tile, or a part of one row."""
     if DEPENDENT:
         gdc_launch_dependents()
     n = n_groups * GRAIN  # so that the compiler knows what divides a row
     program = tl.program_id(0)
     first = (program // parts).to(tl.int64) * ROWS
-    start = (program % parts).to(tl.int64) * N
-    row, place = tl.arange(0, ROWS)[:, None], tl.arange(0, N)[None, :]
-    inside = (row < rows - first) & (place < n - start)
+    start = (program % parts).to(tl.int64) * (TURN * TURNS)
+    row, place = tl.arange(0, ROWS)[:, None], tl.arange(0, TURN)[None, :]
     pointer = x + first * n + start + (row * n + place)
-    value = _lifted(pointer, inside, y, LIFT, FOLD, MASK, PACKED, CASTS, WIDE)
-    count = tl.minimum(n - start, N).to(tl.float64 if WIDE else tl.float32)
-    a, b, c = _fold(value, inside, place, count, FOLD, 1)
+    a, b, c = _part(
+        pointer, TURN, row < rows - first, place, n - start, y, divisor,
+        TURN, TURNS, 1, LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE,
+    )  # fmt: skip
     if FOLD == "first":
         b += start
     kept = tl.arange(0, ROWS)
@@ -281,13 +401,15 @@ def reduce_columns(
     parts,
     divisor,
     GRAIN: tl.constexpr,
-    STEP: tl.constexpr,
     COLUMNS: tl.constexpr,
+    TURN: tl.constexpr,
+    TURNS: tl.constexpr,
     LAST: tl.constexpr,
     LIFT: tl.constexpr,
     FOLD: tl.constexpr,
     END: tl.constexpr,
     LANES: tl.constexpr,
+    ORDER: tl.constexpr,
     MASK: tl.constexpr,
     PACKED: tl.constexpr,
     CASTS: tl.constexpr,
@@ -302,13 +424,13 @@ def reduce_columns(
     column = (program % inner_tiles).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     part = (program // inner_tiles) % parts
     outer = (program // inner_tiles // parts).to(tl.int64)
-    place = tl.arange(0, STEP)[:, None]
-    start = part.to(tl.int64) * STEP
-    inside = (place < n - start) & (column < inner)[None, :]
+    place = tl.arange(0, TURN)[:, None]
+    start = part.to(tl.int64) * (TURN * TURNS)
     pointer = x + (outer * n + start + place) * inner + column[None, :]
-    value = _lifted(pointer, inside, y, LIFT, FOLD, MASK, PACKED, CASTS, WIDE)
-    count = tl.minimum(n - start, STEP).to(tl.float64 if WIDE else tl.float32)
-    a, b, c = _fold(value, inside, place, count, FOLD, 0)
+    a, b, c = _part(
+        pointer, inner * TURN, (column < inner)[None, :], place, n - start, y, divisor,
+        TURN, TURNS, 0, LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE,
+    )  # fmt: skip
     if FOLD == "first":
         b += start
     if LAST:
@@ -328,11 +450,12 @@ def reduce_states(
     y2,
     kept,
     n,
-    inner,
+    tiles,
     parts,
     divisor,
     KEPT: tl.constexpr,
     N: tl.constexpr,
+    ROWS: tl.constexpr,
     LAST: tl.constexpr,
     LIFT: tl.constexpr,
     FOLD: tl.constexpr,
@@ -340,20 +463,27 @@ def reduce_states(
     LANES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """States along the middle axis of ``[kept // inner, n, inner]``, ``N`` to a part."""
+    """States along the axis ``n`` of ``[outer, n, kept]``, or of ``[kept, n]`` with ROWS, ``N`` to a
+    part."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()  # for the states; what came before them in the stream is complete
     program = tl.program_id(0)
     part = program % parts
-    index = (program // parts).to(tl.int64) * KEPT + tl.arange(0, KEPT)
-    outer, column = index // inner, index % inner
+    outer = (program // parts // tiles).to(tl.int64)
+    index = (program // parts % tiles).to(tl.int64) * KEPT + tl.arange(0, KEPT)
     place = part.to(tl.int64) * N + tl.arange(0, N)
     inside = (index < kept)[:, None] & (place < n)[None, :]
-    offset = (outer * n * inner + column)[:, None] + (place * inner)[None, :]
-    a, b, c = _merged(states + offset, lanes, inside, FOLD, LIFT == "nonzero" or LIFT == "zero")
-    if LAST:
-        _end(y, y2, index, index < kept, a, b, c, divisor, END)
+    if ROWS:
+        offset = (index * n)[:, None] + place[None, :]
+        target = index * parts + part
     else:
-        target = (outer * parts + part) * inner + column
+        offset = (outer * n * kept + index)[:, None] + (place * kept)[None, :]
+        target = (outer * parts + part) * kept + index
+    COUNTS: tl.constexpr = LIFT == "nonzero" or LIFT == "zero"
+    a, b, c = _loaded(states + offset, lanes, inside, FOLD, COUNTS)
+    a, b, c = _merged(a, b, c, FOLD, 1)
+    if LAST:
+        _end(y, y2, outer * kept + index, index < kept, a, b, c, divisor, END)
+    else:
         _keep(into, into_lanes, target, index < kept, a, b, c, LANES)

@@ -1,12 +1,12 @@
-"""Softmax and its logarithm over one axis: rows in registers, long rows in chunks, axes with an
-inner stride.
+"""Softmax, its logarithm and the gradients of both over one axis: rows in registers, long rows in
+chunks, axes with an inner stride.
 
 The axis splits a contiguous tensor into ``outer`` x ``n`` x ``inner``. With ``inner == 1`` a row is
 contiguous. A row of at most ``register_limit`` elements is read once and held in registers. A
-longer one is cut into chunks of ``CHUNK``: each gives a maximum and a sum of exponentials, which
-are merged. Where there are rows enough to fill the device one program serves a row, else the chunks
-of a row go to as many programs. Both run the same code on the same chunks, so a row's result does
-not depend on how many rows stand beside it.
+longer one is cut into chunks of ``CHUNK``: each gives a maximum and a sum of exponentials (for a
+gradient the sum that it needs), which are merged. Where there are rows enough to fill the device one
+program serves a row, else, and for gradients, the chunks of a row go to as many programs. Both run the
+same code on the same chunks, so a row's result does not depend on how many rows stand beside it.
 
 A row that is minus infinity throughout gives NaN, as do plus infinity and NaN anywhere in it.
 """
@@ -20,7 +20,14 @@ from typing import Any
 import torch
 
 from tileops.authoring import CallSpec, Entry, Kernel, Run, TensorSpec
-from tileops.lib.launch import Launcher, TritonBuild, cdiv, next_power_of_2, pointer_to
+from tileops.lib.launch import (
+    Launcher,
+    TritonBuild,
+    cdiv,
+    next_power_of_2,
+    output_of,
+    pointer_to,
+)
 
 __all__ = ["ColumnSoftmax", "ColumnTileSoftmax", "RowSoftmax", "SplitSoftmax", "StreamedSoftmax"]
 
@@ -28,6 +35,10 @@ DEVICE = f"{__name__}_triton"
 
 REGISTER_LIMIT = 32768
 """Elements of a row that 32 warps hold; half as many where accesses have to be narrow."""
+HELD_TOGETHER = 16384
+"""Elements of a row of which two tensors are held; a longer one takes the values from cache again."""
+ROW_TILE_BYTES = 4096
+"""That are read of several short rows."""
 CHUNK = 4096
 CHUNK_WARPS = 8
 MOST_CHUNKS = 1024
@@ -55,13 +66,16 @@ def _source(call: CallSpec) -> TensorSpec:
     return next(spec for spec in call.inputs.values() if spec is not None)
 
 
-def log(call: CallSpec) -> tuple[str, bool]:
-    """The compile-time argument that tells the logarithm from softmax itself."""
-    return "LOG", call.op.startswith("Log")
+def _tensors(call: CallSpec) -> dict[str, TensorSpec]:
+    """The call's tensors by the kernels' names, the inputs in the op's order."""
+    (y,) = (spec for spec in call.outputs.values() if spec is not None)
+    if "grad_output" in call.inputs:
+        return {"grad": call.spec("grad_output"), "x": call.spec("output"), "y": y}
+    return {"x": _source(call), "y": y}
 
 
 def _wide(call: CallSpec) -> str | None:
-    if torch.float64 in (_source(call).dtype, call.spec("output").dtype):
+    if any(spec.dtype is torch.float64 for spec in _tensors(call).values()):
         return "float64: it computes in float32"
     return None
 
@@ -70,8 +84,13 @@ def chunks_of(n: int) -> int:
     return cdiv(n, CHUNK)
 
 
-def _streams(call: CallSpec, outer: int) -> bool:
-    return outer >= STREAM_ROWS_PER_SM * call.device.multiprocessors
+def _unstreamed(call: CallSpec, outer: int) -> str | None:
+    """Why one program for each long row does not serve."""
+    if "grad" in _tensors(call):
+        return "of a gradient rows are split"
+    if outer < (least := STREAM_ROWS_PER_SM * call.device.multiprocessors):
+        return f"{outer} rows do not fill the device (at least {least} do)"
+    return None
 
 
 def register_limit(call: CallSpec) -> int:
@@ -92,29 +111,31 @@ def _build(
     scalars: tuple[tuple[str, str], ...],
     constexprs: tuple[tuple[str, Any], ...],
     warps: int,
-    workspace: bool = False,
     options: tuple[tuple[str, Any], ...] = (),
 ) -> TritonBuild:
-    """A build with the pointers that all these kernels share."""
-    x, y = _source(call), call.spec("output")
-    signature = [("x", pointer_to(x.dtype)), ("y", pointer_to(y.dtype))]
-    if workspace:
-        signature += [("peaks", "*fp32"), ("sums", "*fp32")]
-    aligned = ("x", "y") if x.aligned else ("y",)
+    """A build with the tensors that all these kernels share."""
+    tensors = _tensors(call)
+    signature = tuple((name, pointer_to(spec.dtype)) for name, spec in tensors.items())
+    if "grad" not in tensors:
+        constexprs = (("grad", None), *constexprs)
     return TritonBuild(
-        fn, (*signature, *scalars), constexprs, warps, aligned=aligned, options=options
+        f"{DEVICE}:{fn}",
+        (*signature, *scalars),
+        (*constexprs, ("LOG", call.op.startswith("Log"))),
+        warps,
+        aligned=tuple(name for name, spec in tensors.items() if name == "y" or spec.aligned),
+        options=options,
     )
 
 
 def _single(launcher: Launcher, call: CallSpec, programs: int, *scalars: int) -> Run:
-    """The run of a kernel that takes ``x``, ``y`` and scalars."""
-    launch, spec = launcher.on(call.device.index), call.spec("output")
-    shape, dtype, device = spec.shape, spec.dtype, spec.device
+    """The run of one kernel that takes the tensors and scalars."""
+    launch, make = launcher.on(call.device.index), output_of(_tensors(call)["y"])
 
-    def run(x: torch.Tensor) -> torch.Tensor:
-        y = torch.empty(shape, dtype=dtype, device=device)
+    def run(*given: torch.Tensor) -> torch.Tensor:
+        y = make()
         if programs:
-            launch(programs, 1, 1, x, y, *scalars)
+            launch(programs, 1, 1, *given, y, *scalars)
         return y
 
     return run
@@ -136,25 +157,27 @@ class RowSoftmax(Kernel):
 
     @classmethod
     def entry_for(cls, call: CallSpec) -> Entry:
-        return cls._entry(call, 32)
+        return cls.candidates(call)[0]
 
     @classmethod
     def candidates(cls, call: CallSpec) -> list[Entry]:
-        return [cls._entry(call, held) for held in (32, 16, 8, 64)]
+        sizes = (16, 8, 32) if "grad" in _tensors(call) else (32, 16, 8, 64)
+        return [cls._entry(call, held) for held in sizes]
 
     @classmethod
     def _entry(cls, call: CallSpec, held: int) -> Entry:
-        """``held``: elements that one thread holds."""
+        """``held``: elements that one thread holds of a tensor."""
         _, n, _ = axes(call)
         width = next_power_of_2(max(n, 1))
         warps = min(max(width // (32 * held), 4), 32)
-        height = max(2048 // width, 1)
-        grain = grain_of(n)
+        *read, _ = _tensors(call).values()
+        height = max(ROW_TILE_BYTES // (width * sum(spec.dtype.itemsize for spec in read)), 1)
+        grain, again = grain_of(n), len(read) > 1 and width > HELD_TOGETHER
         build = _build(
             call,
-            f"{DEVICE}:softmax_rows",
+            "softmax_rows",
             (("rows", "i64"), ("n_groups", "i32")),
-            (("GRAIN", grain), ("ROWS", height), ("N", width), log(call)),
+            (("GRAIN", grain), ("ROWS", height), ("N", width), ("AGAIN", again)),
             warps,
         )
 
@@ -176,10 +199,7 @@ class StreamedSoftmax(Kernel):
         outer, _, _ = axes(call)
         if reason := _refuses_chunks(call):
             return reason
-        if not _streams(call, outer):
-            least = STREAM_ROWS_PER_SM * call.device.multiprocessors
-            return f"{outer} rows do not fill the device (at least {least} do)"
-        return None
+        return _unstreamed(call, outer)
 
     @classmethod
     def entry_for(cls, call: CallSpec) -> Entry:
@@ -187,14 +207,9 @@ class StreamedSoftmax(Kernel):
         grain = grain_of(n)
         build = _build(
             call,
-            f"{DEVICE}:softmax_streamed",
+            "softmax_streamed",
             (("n_groups", "i32"), ("chunks", "i32")),
-            (
-                ("GRAIN", grain),
-                ("CHUNK", CHUNK),
-                ("CHUNKS", next_power_of_2(chunks_of(n))),
-                log(call),
-            ),
+            (("GRAIN", grain), ("CHUNK", CHUNK), ("CHUNKS", next_power_of_2(chunks_of(n)))),
             CHUNK_WARPS,
         )
 
@@ -206,7 +221,8 @@ class StreamedSoftmax(Kernel):
 
 
 class SplitSoftmax(Kernel):
-    """Few long contiguous rows: a program for each chunk, in two launches."""
+    """Few long contiguous rows, and long rows of gradients: a program for each chunk, in two
+    launches."""
 
     name = "triton_split"
 
@@ -215,7 +231,7 @@ class SplitSoftmax(Kernel):
         outer, _, _ = axes(call)
         if reason := _refuses_chunks(call):
             return reason
-        if _streams(call, outer):
+        if _unstreamed(call, outer) is None:
             return f"{outer} rows fill the device one program a row"
         return None
 
@@ -226,13 +242,11 @@ class SplitSoftmax(Kernel):
         # From Hopper on the second launch starts, and reads its chunks, while the first runs.
         dependent = call.device.arch >= (9, 0)
         options = (("launch_pdl", True),) if dependent else ()
-        scalars = (("n_groups", "i32"), ("chunks", "i32"))
+        more = (("peaks", "*fp32"), ("sums", "*fp32"), ("n_groups", "i32"), ("chunks", "i32"))
         fixed = (("GRAIN", grain), ("CHUNK", CHUNK), ("DEPENDENT", dependent))
-        first = _build(call, f"{DEVICE}:softmax_split_summarise", scalars, fixed, CHUNK_WARPS, True)
-        rest = (*fixed, ("CHUNKS", most), log(call))
-        second = _build(
-            call, f"{DEVICE}:softmax_split_write", scalars, rest, CHUNK_WARPS, True, options
-        )
+        first = _build(call, "softmax_split_summarise", more, fixed, CHUNK_WARPS)
+        rest = (*fixed, ("CHUNKS", most))
+        second = _build(call, "softmax_split_write", more, rest, CHUNK_WARPS, options)
 
         def bind(launchers: tuple[Launcher, Launcher], call: CallSpec) -> Run:
             return _bind_split(launchers, call, grain)
@@ -247,17 +261,18 @@ def load_all(*builds: TritonBuild) -> tuple[Launcher, ...]:
 
 def _bind_split(launchers: tuple[Launcher, Launcher], call: CallSpec, grain: int) -> Run:
     summarise, write = (launcher.on(call.device.index) for launcher in launchers)
-    spec, (outer, n, _) = call.spec("output"), axes(call)
-    shape, dtype, device = spec.shape, spec.dtype, spec.device
+    spec, (outer, n, _) = _tensors(call)["y"], axes(call)
     groups, chunks = n // grain, chunks_of(n)
     programs = outer * chunks
+    summaries = TensorSpec.contiguous_of((2, programs), torch.float32, spec.device)
+    make, make_summaries = output_of(spec), output_of(summaries)
 
-    def run(x: torch.Tensor) -> torch.Tensor:
-        y = torch.empty(shape, dtype=dtype, device=device)
+    def run(*given: torch.Tensor) -> torch.Tensor:
+        y = make()
         if programs:
-            peaks, sums = torch.empty((2, programs), dtype=torch.float32, device=device)
-            summarise(programs, 1, 1, x, y, peaks, sums, groups, chunks)
-            write(programs, 1, 1, x, y, peaks, sums, groups, chunks)
+            peaks, sums = make_summaries()
+            summarise(programs, 1, 1, *given, y, peaks, sums, groups, chunks)
+            write(programs, 1, 1, *given, y, peaks, sums, groups, chunks)
         return y
 
     return run
@@ -295,7 +310,7 @@ class ColumnTileSoftmax(Kernel):
         width = max(min(next_power_of_2(max(inner, 1)), STEP_TILE // height), LEAST_COLUMNS)
         fixed = (("GRAIN", grain_of(inner)), ("N", height), ("COLUMNS", width))
         return _column_entry(
-            call, f"{DEVICE}:softmax_column_tile", fixed, width, 4 if n <= 256 else 8
+            call, "softmax_column_tile", fixed, width, max(height * width // 1024, 4)
         )
 
 
@@ -314,7 +329,7 @@ class ColumnSoftmax(Kernel):
         _, _, inner = axes(call)
         width = min(next_power_of_2(max(inner, 1)), 64)
         fixed = (("GRAIN", grain_of(inner)), ("STEP", STEP_TILE // width), ("COLUMNS", width))
-        return _column_entry(call, f"{DEVICE}:softmax_columns", fixed, width, 8)
+        return _column_entry(call, "softmax_columns", fixed, width, 8)
 
 
 def _column_entry(
@@ -322,7 +337,7 @@ def _column_entry(
 ) -> Entry:
     grain = dict(fixed)["GRAIN"]
     scalars = (("n", "i64"), ("inner_groups", "i64"), ("inner_tiles", "i32"))
-    build = _build(call, fn, scalars, (*fixed, log(call)), warps)
+    build = _build(call, fn, scalars, fixed, warps)
 
     def bind(launcher: Launcher, call: CallSpec) -> Run:
         outer, n, inner = axes(call)

@@ -1,14 +1,12 @@
-"""Device code of ``softmax.py``."""
+"""Device code of ``softmax.py``: softmax, its logarithm, and with ``grad`` the gradients of both.
+
+``x`` is what softmax is taken of or, with ``grad``, what softmax gave. A tile is summarised along the
+axis by two numbers: its maximum and its sum of exponentials, or twice the sum that a gradient needs.
+"""
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-
-@triton.jit
-def _cast(value, y):
-    """The input as the result's dtype holds it (torch casts first), then float32."""
-    return value.to(tl.float32).to(y.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
@@ -18,19 +16,79 @@ def _finite(peak):
 
 
 @triton.jit
-def _factor(total, LOG: tl.constexpr):
-    """What a whole row's sum of exponentials contributes to each of its elements."""
-    return tl.log(total) if LOG else 1.0 / total
+def _read(grad, x, y, corner, offset, inside, POLICY: tl.constexpr):
+    """A tile of values, and of gradients where there are any, in float32."""
+    if grad is None:
+        value = tl.load(x + corner + offset, mask=inside, other=float("-inf"))
+        # As the result's dtype holds it: torch casts first.
+        value = value.to(tl.float32).to(y.dtype.element_ty).to(tl.float32)
+        return value, value
+    else:
+        value = tl.load(x + corner + offset, mask=inside, other=0.0, eviction_policy=POLICY)
+        grads = tl.load(grad + corner + offset, mask=inside, other=0.0)
+        return value.to(tl.float32), grads.to(tl.float32)
 
 
 @triton.jit
-def _result(shifted, factor, LOG: tl.constexpr):
-    """An element of the result from its distance to the row's maximum."""
-    return shifted - factor if LOG else tl.exp(shifted) * factor
+def _summary(value, grads, grad, AXIS: tl.constexpr, LOG: tl.constexpr):
+    if grad is None:
+        peak = tl.max(value, AXIS)
+        return peak, tl.sum(tl.exp(value - tl.expand_dims(_finite(peak), AXIS)), AXIS)
+    else:
+        total = tl.sum(grads if LOG else grads * value, AXIS)
+        return total, total
+
+
+@triton.jit
+def _merged(peaks, sums, grad):
+    """One summary from those of chunks."""
+    if grad is None:
+        peak = tl.max(peaks, 0)
+        return peak, tl.sum(sums * tl.exp(peaks - _finite(peak)), 0)
+    else:
+        total = tl.sum(sums, 0)
+        return total, total
+
+
+@triton.jit
+def _result(value, grads, peak, total, grad, LOG: tl.constexpr):
+    """Results from the summary of the whole axis."""
+    if grad is None:
+        shifted = value - _finite(peak)
+        if LOG:
+            return shifted - tl.log(total)
+        else:
+            return tl.exp(shifted) * (1.0 / total)
+    elif LOG:
+        return grads - tl.exp(value) * total
+    else:
+        return (grads - total) * value
+
+
+@triton.jit
+def _whole(
+    grad,
+    x,
+    y,
+    corner,
+    offset,
+    inside,
+    AXIS: tl.constexpr,
+    AGAIN: tl.constexpr,
+    LOG: tl.constexpr,
+):
+    """A tile of whole axes."""
+    value, grads = _read(grad, x, y, corner, offset, inside, "evict_last" if AGAIN else "")
+    peak, total = _summary(value, grads, grad, AXIS, LOG)
+    if AGAIN:
+        value, _ = _read(grad, x, y, corner, offset, inside, "")
+    peak, total = tl.expand_dims(peak, AXIS), tl.expand_dims(total, AXIS)
+    tl.store(y + corner + offset, _result(value, grads, peak, total, grad, LOG), mask=inside)
 
 
 @triton.jit
 def softmax_rows(
+    grad,
     x,
     y,
     rows,
@@ -38,47 +96,19 @@ def softmax_rows(
     GRAIN: tl.constexpr,
     ROWS: tl.constexpr,
     N: tl.constexpr,
+    AGAIN: tl.constexpr,  # the values are taken from cache again, and not held beside the gradients
     LOG: tl.constexpr,
 ):
     n = n_groups * GRAIN  # so that the compiler knows what divides a row
     first = tl.program_id(0).to(tl.int64) * ROWS
     row, place = tl.arange(0, ROWS)[:, None], tl.arange(0, N)[None, :]
     inside = (row < rows - first) & (place < n)
-    offset = row * n + place
-    value = _cast(tl.load(x + first * n + offset, mask=inside, other=float("-inf")), y)
-    shifted = value - _finite(tl.max(value, 1))[:, None]
-    factor = _factor(tl.sum(tl.exp(shifted), 1), LOG)
-    tl.store(y + first * n + offset, _result(shifted, factor[:, None], LOG), mask=inside)
-
-
-@triton.jit
-def _load_chunk(x, y, chunk, n, CHUNK: tl.constexpr):
-    place = chunk * CHUNK + tl.arange(0, CHUNK)
-    return _cast(tl.load(x + place, mask=place < n, other=float("-inf")), y)
-
-
-@triton.jit
-def _summarise(value):
-    """Maximum and sum of exponentials of one chunk."""
-    peak = tl.max(value, 0)
-    return peak, tl.sum(tl.exp(value - _finite(peak)), 0)
-
-
-@triton.jit
-def _merge(peaks, sums, LOG: tl.constexpr):
-    """The base and the factor of the whole row."""
-    base = _finite(tl.max(peaks, 0))
-    return base, _factor(tl.sum(sums * tl.exp(peaks - base), 0), LOG)
-
-
-@triton.jit
-def _store_chunk(y, chunk, n, value, CHUNK: tl.constexpr):
-    place = chunk * CHUNK + tl.arange(0, CHUNK)
-    tl.store(y + place, value, mask=place < n)
+    _whole(grad, x, y, first * n, row * n + place, inside, 1, AGAIN, LOG)
 
 
 @triton.jit
 def softmax_streamed(
+    grad,
     x,
     y,
     n_groups,
@@ -90,22 +120,27 @@ def softmax_streamed(
 ):
     n = n_groups * GRAIN
     row = tl.program_id(0).to(tl.int64) * n
-    every = tl.arange(0, CHUNKS)
+    place, every = tl.arange(0, CHUNK), tl.arange(0, CHUNKS)
     peaks = tl.full([CHUNKS], float("-inf"), tl.float32)
     sums = tl.zeros([CHUNKS], tl.float32)
     for chunk in range(chunks):
-        peak, total = _summarise(_load_chunk(x + row, y, chunk, n, CHUNK))
+        inside = chunk * CHUNK + place < n
+        value, grads = _read(grad, x, y, row + chunk * CHUNK, place, inside, "")
+        peak, total = _summary(value, grads, grad, 0, LOG)
         peaks = tl.where(every == chunk, peak, peaks)
         sums = tl.where(every == chunk, total, sums)
-    base, factor = _merge(peaks, sums, LOG)
+    peak, total = _merged(peaks, sums, grad)
     for back in range(chunks):  # backwards: the last chunks read are those still in cache
         chunk = chunks - 1 - back
-        value = _result(_load_chunk(x + row, y, chunk, n, CHUNK) - base, factor, LOG)
-        _store_chunk(y + row, chunk, n, value, CHUNK)
+        inside = chunk * CHUNK + place < n
+        value, grads = _read(grad, x, y, row + chunk * CHUNK, place, inside, "")
+        value = _result(value, grads, peak, total, grad, LOG)
+        tl.store(y + row + chunk * CHUNK + place, value, mask=inside)
 
 
 @triton.jit
 def softmax_split_summarise(
+    grad,
     x,
     y,
     peaks,
@@ -115,19 +150,24 @@ def softmax_split_summarise(
     GRAIN: tl.constexpr,
     CHUNK: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    LOG: tl.constexpr,
 ):
     if DEPENDENT:
         gdc_launch_dependents()
     n = n_groups * GRAIN
     program = tl.program_id(0)
-    row = (program // chunks).to(tl.int64) * n
-    peak, total = _summarise(_load_chunk(x + row, y, program % chunks, n, CHUNK))
-    tl.store(peaks + program, peak)
+    start, place = program % chunks * CHUNK, tl.arange(0, CHUNK)
+    corner = (program // chunks).to(tl.int64) * n + start
+    value, grads = _read(grad, x, y, corner, place, start + place < n, "")
+    peak, total = _summary(value, grads, grad, 0, LOG)
+    if grad is None:
+        tl.store(peaks + program, peak)
     tl.store(sums + program, total)
 
 
 @triton.jit
 def softmax_split_write(
+    grad,
     x,
     y,
     peaks,
@@ -142,23 +182,24 @@ def softmax_split_write(
 ):
     n = n_groups * GRAIN
     program = tl.program_id(0)
-    chunk = program % chunks
-    row = (program // chunks).to(tl.int64) * n
-    value = _load_chunk(x + row, y, chunk, n, CHUNK)
+    start, place = program % chunks * CHUNK, tl.arange(0, CHUNK)
+    corner = (program // chunks).to(tl.int64) * n + start
+    value, grads = _read(grad, x, y, corner, place, start + place < n, "")
     if DEPENDENT:
         gdc_wait()  # for the summaries; what came before them in the stream is complete
-    every = tl.arange(0, CHUNKS)
-    first = program - chunk
-    base, factor = _merge(
-        tl.load(peaks + first + every, mask=every < chunks, other=float("-inf")),
-        tl.load(sums + first + every, mask=every < chunks, other=0.0),
-        LOG,
-    )
-    _store_chunk(y + row, chunk, n, _result(value - base, factor, LOG), CHUNK)
+    every, first = tl.arange(0, CHUNKS), program - program % chunks
+    sum_each = tl.load(sums + first + every, mask=every < chunks, other=0.0)
+    peak_each = sum_each
+    if grad is None:
+        peak_each = tl.load(peaks + first + every, mask=every < chunks, other=float("-inf"))
+    peak, total = _merged(peak_each, sum_each, grad)
+    value = _result(value, grads, peak, total, grad, LOG)
+    tl.store(y + corner + place, value, mask=start + place < n)
 
 
 @triton.jit
 def softmax_column_tile(
+    grad,
     x,
     y,
     n,
@@ -173,16 +214,14 @@ def softmax_column_tile(
     program = tl.program_id(0)
     place = tl.arange(0, N)[:, None].to(tl.int64)
     column = (program % inner_tiles).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    offset = ((program // inner_tiles).to(tl.int64) * n + place) * inner + column
+    corner = (program // inner_tiles).to(tl.int64) * n * inner
     inside = (place < n) & (column < inner)
-    value = _cast(tl.load(x + offset, mask=inside, other=float("-inf")), y)
-    shifted = value - _finite(tl.max(value, 0))[None, :]
-    factor = _factor(tl.sum(tl.exp(shifted), 0), LOG)
-    tl.store(y + offset, _result(shifted, factor[None, :], LOG), mask=inside)
+    _whole(grad, x, y, corner, place * inner + column, inside, 0, False, LOG)
 
 
 @triton.jit
 def softmax_columns(
+    grad,
     x,
     y,
     n,
@@ -196,22 +235,25 @@ def softmax_columns(
     inner = inner_groups * GRAIN
     program = tl.program_id(0)
     column = (program % inner_tiles).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    corner = (program // inner_tiles).to(tl.int64) * n * inner + column
+    corner = (program // inner_tiles).to(tl.int64) * n * inner
+    step = tl.arange(0, STEP)[:, None].to(tl.int64)
     peak = tl.full([COLUMNS], float("-inf"), tl.float32)
-    total = tl.zeros([COLUMNS], tl.float32)
+    sums = tl.zeros([COLUMNS], tl.float32)
     for start in range(0, n, STEP):
-        place = tl.arange(0, STEP)[:, None].to(tl.int64) + start
+        place = start + step
         inside = (place < n) & (column < inner)
-        value = _cast(tl.load(x + corner + place * inner, mask=inside, other=float("-inf")), y)
-        higher = tl.maximum(peak, tl.max(value, 0))
-        base = _finite(higher)
-        total = total * tl.exp(peak - base) + tl.sum(tl.exp(value - base[None, :]), 0)
-        peak = higher
-    base = _finite(peak)
-    factor = _factor(total, LOG)
+        value, grads = _read(grad, x, y, corner, place * inner + column, inside, "")
+        tile_peak, tile_sum = _summary(value, grads, grad, 0, LOG)
+        if grad is None:
+            higher = tl.maximum(peak, tile_peak)
+            base = _finite(higher)
+            tile_sum *= tl.exp(tile_peak - base)
+            sums *= tl.exp(peak - base)
+            peak = higher
+        sums += tile_sum
     for start in range(0, n, STEP):
-        place = tl.arange(0, STEP)[:, None].to(tl.int64) + start
+        place = start + step
         inside = (place < n) & (column < inner)
-        value = _cast(tl.load(x + corner + place * inner, mask=inside, other=float("-inf")), y)
-        value = _result(value - base[None, :], factor[None, :], LOG)
-        tl.store(y + corner + place * inner, value, mask=inside)
+        value, grads = _read(grad, x, y, corner, place * inner + column, inside, "")
+        value = _result(value, grads, peak[None, :], sums[None, :], grad, LOG)
+        tl.store(y + corner + place * inner + column, value, mask=inside)
