@@ -83,8 +83,10 @@ def test_a_training_step_is_the_same(name):
     assert sum(g is not None for g in wanted.values()) > 10
     for parameter, gradient in wanted.items():
         given = gradients[parameter]
-        assert (given is None) == (gradient is None), parameter
-        if gradient is not None:
+        if gradient is None:  # BERT's pooler, which the loss does not see: compiled code gives zeros
+            assert given is None or not given.any(), parameter
+        else:
+            assert given is not None, parameter
             # Sums of some hundred float32 products, added up in another order through two layers.
             error = float((given - gradient).norm())
             assert error <= 2e-5 * float(gradient.norm()) + 1e-7, parameter
