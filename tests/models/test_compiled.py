@@ -83,7 +83,9 @@ def test_a_training_step_is_the_same(name):
     assert sum(g is not None for g in wanted.values()) > 10
     for parameter, gradient in wanted.items():
         given = gradients[parameter]
-        if gradient is None:  # BERT's pooler, which the loss does not see: compiled code gives zeros
+        if (
+            gradient is None
+        ):  # BERT's pooler, which the loss does not see: compiled code gives zeros
             assert given is None or not given.any(), parameter
         else:
             assert given is not None, parameter
