@@ -29,8 +29,8 @@ from tileops.fusion.reading import (
 __all__ = ["Binding", "Matcher", "label"]
 
 SPARE = 2
-"""Summands beyond those of a meaning that are looked at, to say what is too much. Each layer of a model adds
-to a stream: without a limit its last sum would be opened down to the first."""
+"""Summands beyond those of a meaning that are looked at, to say what is too much. Each layer of a model
+adds to a stream: without a limit its last sum would be opened down to the first."""
 STEPS = 4000
 """What one attempt may cost before it is given up: products of many factors have many orders."""
 CLOSE = 1e-6
