@@ -11,7 +11,7 @@ import tileops
 from tests.rewriting import rewritten
 from tests.substituting import ONLY, grads_agree, held
 from tileops.backend import register_kernel_builder
-from tileops.fusion import backend, cost, last_report, policy
+from tileops.fusion import backend, cost, last_report, matching, policy
 
 EPS = 1e-6
 
@@ -509,3 +509,27 @@ def test_substituted_code_is_plain_pytorch_again_for_a_target_that_comes_later()
     assert [d["op"] for d in last_report().of("inlined")] == ["RMSNormFwdOp"]
     with tileops.use_target("substitution_later"):
         torch.testing.assert_close(run(x), expected)
+
+
+def test_its_work_grows_with_the_layers_and_no_faster(monkeypatch):
+    """A stream of residual sums is one sum of as many terms as there are layers."""
+    steps = [0]
+    real = matching.Matcher._match
+
+    def counted(self, *args):
+        steps[0] += 1
+        return real(self, *args)
+
+    monkeypatch.setattr(matching.Matcher, "_match", counted)
+    w, found = torch.randn(8), []
+    for layers in (8, 32):
+
+        def model(x, layers=layers):
+            for _ in range(layers):
+                x = x + torch.sin(llama(x, w))
+            return x
+
+        steps[0] = 0
+        rewritten(model)[0](torch.randn(4, 8))
+        found.append(steps[0])
+    assert found[1] < 5 * found[0], found

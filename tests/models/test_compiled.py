@@ -11,6 +11,10 @@ from tileops.backend.tolerances import UNIT_ROUNDOFF, compare
 from tileops.fusion import backend
 
 pytestmark = pytest.mark.slow
+IN_BFLOAT16 = ("llama", "gemma", "bert")
+"""Each casts elsewhere in its norms."""
+TRAINED = ("llama", "qwen3", "mixtral", "bert")
+"""A gate of SiLU, norms of heads, experts, and dropout that is off."""
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +47,7 @@ def test_it_says_the_same(name):
         assert found.ok, f"{length} tokens: {found.text}"
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", IN_BFLOAT16)
 def test_it_is_as_near_in_bfloat16(name):
     """To the same weights in float32, as the eager model is: both round at every layer, so one bound
     of an op's own would hold neither. 1.25 is for where they round, and one rounding of the result."""
@@ -57,7 +61,7 @@ def test_it_is_as_near_in_bfloat16(name):
     assert off(given, exact) <= allowed
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", TRAINED)
 def test_a_training_step_is_the_same(name):
     """The loss, and the gradient of every weight."""
     kind = ZOO[name]
@@ -79,8 +83,12 @@ def test_a_training_step_is_the_same(name):
     assert sum(g is not None for g in wanted.values()) > 10
     for parameter, gradient in wanted.items():
         given = gradients[parameter]
-        assert (given is None) == (gradient is None), parameter
-        if gradient is not None:
+        if (
+            gradient is None
+        ):  # BERT's pooler, which the loss does not see: compiled code gives zeros
+            assert given is None or not given.any(), parameter
+        else:
+            assert given is not None, parameter
             # Sums of some hundred float32 products, added up in another order through two layers.
             error = float((given - gradient).norm())
             assert error <= 2e-5 * float(gradient.norm()) + 1e-7, parameter

@@ -39,6 +39,9 @@ class Kind:
         the next is seen."""
         module = transformers()
         config = getattr(module, self.config)(**self.sizes, **self.more)
+        if dtype is not torch.float32 and "num_local_experts" in self.more:
+            # All experts are asked: which ones are is a choice that another rounding would change.
+            config.num_experts_per_tok = config.num_local_experts
         model = getattr(module, self.model)(config)
         # As large as trained weights: with the initial 0.02 a wrong attention would hardly be seen.
         with torch.no_grad():

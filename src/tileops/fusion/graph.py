@@ -3,6 +3,7 @@ are taken back where they would change what a node is."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
@@ -176,6 +177,18 @@ def canonical(node: Node) -> str | None:
 
     None for what is no primitive, and for what writes a tensor.
     """
+    try:
+        return _names[node]
+    except KeyError:
+        return _names.setdefault(node, _primitive(node))
+
+
+_names: weakref.WeakKeyDictionary[Node, str | None] = weakref.WeakKeyDictionary()
+"""Patterns ask for each node's name hundreds of times. A node keeps its target, and its arguments what they
+are: what stands for another node has that one's value."""
+
+
+def _primitive(node: Node) -> str | None:
     if node.op not in ("call_function", "call_method"):
         return None
     name = _name(node.target)

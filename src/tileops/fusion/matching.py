@@ -28,6 +28,9 @@ from tileops.fusion.reading import (
 
 __all__ = ["Binding", "Matcher", "label"]
 
+SPARE = 2
+"""Summands beyond those of a meaning that are looked at, to say what is too much. Each layer of a model
+adds to a stream: without a limit its last sum would be opened down to the first."""
 STEPS = 4000
 """What one attempt may cost before it is given up: products of many factors have many orders."""
 CLOSE = 1e-6
@@ -251,6 +254,8 @@ class Matcher:
                 continue
             sign = have[i][1]
             opened = have[:i] + have[i + 1 :] + [(e, c * sign) for e, c in parts[1]]
+            if len(opened) > len(wanted) + SPARE:
+                continue
             more = parts[0] if known == 0 and sign == 1 else (known or 0) + (parts[0] or 0) * sign
             yield from self._sum(wanted, constant, opened, more, i, b)
         if not have:
