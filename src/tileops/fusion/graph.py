@@ -257,14 +257,15 @@ def fusable(node: Node) -> bool:
 # ---- memory --------------------------------------------------------------------------------------
 
 
-def storages(value: Any) -> frozenset[int]:
-    """The memory of the tensors in a value; nodes count as theirs."""
-    nodes: list[Any] = []
-    map_arg(value, nodes.append)
+def storages(argument: Any) -> frozenset[int]:
+    """The memory of the tensors that an argument's nodes stand for."""
+    if isinstance(argument, Node):
+        nodes = [argument]
+    else:
+        nodes = []
+        map_arg(argument, nodes.append)
     return frozenset(
-        _unwrapped(t).untyped_storage()._cdata
-        for one in (value, *map(value_of, nodes))
-        for t in tensors_of(one)
+        _unwrapped(t).untyped_storage()._cdata for node in nodes for t in tensors_of(value_of(node))
     )
 
 
