@@ -103,6 +103,13 @@ def explain_into(
     measure: bool = False,
 ) -> None:
     """:func:`explain` into a report that holds what was seen also where the call raises."""
+    if isinstance(target, type) or not callable(target):  # torch would patch the class for good
+        kind = "the class" if isinstance(target, type) else "an object of type"
+        named = getattr(target, "__qualname__", type(target).__qualname__)
+        raise TypeError(
+            f"explain: target is {kind} {named}; accepted is a function, a module or another callable "
+            "object"
+        )
     target = private.plain_of(target)
     name = getattr(target, "__qualname__", None) or type(target).__name__
     report.title = name
