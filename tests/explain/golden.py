@@ -51,6 +51,29 @@ def unrolls(x):
     return x + 1
 
 
+def loops(x):
+    """Loops whose bodies begin with more than a line: six times, of which three skip; two times, with
+    four inside; three; two."""
+    for i in range(6):
+        if i % 2:
+            continue
+        x = x + i
+    for _ in range(2):
+        for j in range(4):
+            x = (lambda y: y * j)(x)
+    for i in range(3):
+        x = torch.add(
+            x,
+            i,
+        )
+    n = 0
+    while n < 2:
+        with torch.no_grad():
+            x = x - 1
+        n += 1
+    return x
+
+
 def scaled(x, factor):
     """Recompiled for another size, another dtype, another ``factor``."""
     return x * factor

@@ -78,6 +78,18 @@ def test_loop_unrolled():
     assert [n.target for n in only.capture.nodes].count("operator.mul") == 3
 
 
+def test_loops_by_how_often_they_run():
+    report = tileops.explain(golden.loops, torch.randn(4), backend="eager")
+    counted = {loop.at.text: loop.times for loop in report.compilations[0].loops}
+    assert counted == {
+        "for i in range(6):": 6,
+        "for _ in range(2):": 2,
+        "for j in range(4):": 8,
+        "for i in range(3):": 3,
+        "while n < 2:": 2,
+    }
+
+
 def test_loop_is_counted_once_though_traced_twice():
     report = tileops.explain(golden.unrolls_and_prints, torch.randn(4), backend="eager")
     assert [loop.times for loop in report.compilations[0].loops] == [3]
