@@ -134,6 +134,25 @@ def writes_parts(x):
     return y
 
 
+def writes_slices(x):
+    """Two writes to slices of a temporary, and one to the input by a flag, which leaves a copy."""
+    y = x * 2
+    y[1:] = 5
+    y[::2, None] = 6
+    F.relu(x, inplace=True)
+    y += x
+    return y
+
+
+def names_operators(x):
+    """Each is one operator of ATen, under another name: nothing is decomposed."""
+    y = x // 3
+    y = y % 2
+    y = abs(y)
+    y /= 2
+    return ~(y > 0)
+
+
 def bounded(x, y):
     """``x`` has at most 64 rows here; the columns of ``y`` are a multiple of 4."""
     if x.shape[0] > 64:

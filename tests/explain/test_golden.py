@@ -209,6 +209,26 @@ def test_writes_to_parts_are_functional():
     assert targets == ["operator.mul", "operator.setitem", "operator.iadd"]
 
 
+def test_writes_as_they_are_written():
+    x = torch.arange(-3.0, 3.0)
+    report = tileops.explain(golden.writes_slices, x, backend="aot_eager")
+    assert x.tolist() == [0, 0, 0, 0, 1, 2]
+    made = report.compilations[0].normalisation
+    assert [(rewrite.before, rewrite.copy) for rewrite in made.rewrites] == [
+        ("y[1:] = 5", False),
+        ("y[::2, None] = 6", False),
+        ("torch.nn.functional.relu(l_x_, inplace=True)", True),
+        ("y += l_x_", False),
+    ]
+    assert len(made.copies) == 1
+    assert {each.at.text.split(" ")[0] for each in made.decompositions} == {"y[1:]", "y[::2,"}
+
+
+def test_another_name_is_no_decomposition():
+    report = tileops.explain(golden.names_operators, torch.randn(4), backend="aot_eager")
+    assert report.compilations[0].normalisation.decompositions == []
+
+
 def test_linear_decomposes():
     inputs = torch.randn(3, 4), torch.randn(5, 4), torch.randn(5)
     report = tileops.explain(golden.decomposes, *inputs, backend=AOT)
