@@ -303,6 +303,16 @@ def test_neighbours_apart():
     assert all(each.reason for each in lowered.unfused)
 
 
+def test_kernels_that_only_change_inputs():
+    report = tileops.explain(golden.changes_inputs, torch.randn(8, 8), torch.randn(8, 8))
+    kernels = report.compilations[0].inductor[0].kernels
+    assert all(each.groups and each.nodes for each in kernels)
+    multiplied, sort = (line_of(golden.changes_inputs, text) for text in ("x.mul_", "y.copy_"))
+    lines = {each.name: {line.number for line in each.lines} for each in kernels}
+    assert set().union(*lines.values()) == {multiplied, sort}
+    assert [lines[name] for name in lines if "sort" in name] == [{sort}]
+
+
 def test_cold_and_warm_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     x = torch.randn(32, 16)
