@@ -120,6 +120,41 @@ def test_three_recompilations():
     assert report.recompiles[0].recompile.limit == torch._dynamo.config.recompile_limit
 
 
+@pytest.mark.parametrize(
+    ("first", "then", "expected"),
+    [
+        ([1, 2], [1, 2, 3], ("given", "length", "2", "3")),
+        ([1, 2], (1, 2), ("given", "type", "list", "tuple")),
+        (torch.float64, torch.int32, ("given", "value", "torch.float64", "torch.int32")),
+        (slice(0, 2), slice(0, 3), ("given.stop", "value", "2", "3")),
+        (golden.helper, golden.whole, ("given.__code__", "identity", "one code", "whole")),
+        (
+            torch.ones(4),
+            torch.ones(4).requires_grad_(),
+            ("given", "requires_grad", "False", "True"),
+        ),
+    ],
+)
+def test_recompiled_with_both_values(first, then, expected):
+    report = tileops.explain(
+        golden.takes, torch.ones(4), first, then=[(torch.ones(4), then)], backend="eager"
+    )
+    (failure,) = report.recompiles[0].recompile.failures
+    source = failure.source.removeprefix("L['").replace("']", "")
+    assert (source, failure.property, failure.expected, failure.actual) == expected
+
+
+def test_recompiled_by_the_state_of_the_thread():
+    step = torch.compile(golden.whole, backend="eager")
+    with tileops.explaining() as report:
+        step(torch.ones(4))
+        with torch.no_grad(), torch.autocast("cpu"):
+            step(torch.ones(4))
+    (failure,) = report.recompiles[0].recompile.failures
+    assert set(failure.expected.split(", ")) == {"grad_mode=True", "autocast(cpu)_enabled=False"}
+    assert set(failure.actual.split(", ")) == {"grad_mode=False", "autocast(cpu)_enabled=True"}
+
+
 def test_guards_by_group():
     report = tileops.explain(golden.scaled, torch.randn(4), 2, backend="eager", dynamic=False)
     guards = report.compilations[0].guards

@@ -275,8 +275,18 @@ def test_triton_from_a_cache():
         ),
         (
             "0/0: tensor 'x' requires_grad mismatch. expected requires_grad=0",
-            (None, None, None, None),
+            ("x", "requires_grad", "False", "True"),
         ),
+        (
+            "0/0: tensor 'x' dispatch key set mismatch. expected DispatchKeySet(CPU, A), actual DispatchKeySet(CUDA, A)",
+            ("x", "device", "cpu", "cuda"),
+        ),
+        (
+            "0/0: tensor 'x' dispatch key set mismatch. expected DispatchKeySet(CPU, A), actual DispatchKeySet(CPU)",
+            ("x", "dispatch key set", "DispatchKeySet(CPU, A)", "DispatchKeySet(CPU)"),
+        ),
+        ("0/0: len(L['a'].b) == 2", ("L['a'].b", "length", "2", None)),
+        ("0/0: ___check_obj_id(h, 14070343)", ("h", "identity", None, None)),
         ("0/0: GLOBAL_STATE changed: grad_mode", (None, "global state", None, None)),
     ],
 )

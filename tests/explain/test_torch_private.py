@@ -83,6 +83,17 @@ def test_recompiled_frame():
     assert private.recompiled_frame() is None
 
 
+def test_global_state():
+    """By the names that torch's guard gives, for each thing that it names."""
+    assert private.global_state("grad_mode") is True
+    with torch.no_grad(), torch.autocast("cpu"):
+        assert private.global_state("grad_mode") is False
+        assert private.global_state("autocast(cpu)_enabled") is True
+    assert private.global_state("autocast(cpu)_enabled") is False
+    assert private.global_state("default_dtype") is torch.float32
+    assert private.global_state("something_new") is None
+
+
 def test_limit():
     assert private.limit() == torch._dynamo.config.recompile_limit
 

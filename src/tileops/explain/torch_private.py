@@ -10,6 +10,7 @@ import contextlib
 import copy
 import functools
 import logging
+import re
 import sys
 import threading
 import types
@@ -25,9 +26,9 @@ _T = TypeVar("_T")
 
 __all__ = [
     "CUDAGRAPHS", "FUSION", "POST_FUSION", "TRACE", "TRACE_CALL", "TRACE_SOURCE", "Profile", "Span",
-    "compile_place", "compiled_times", "computed_table", "generated_names", "is_torch_file", "key_set",
-    "launched_with", "library", "limit", "memory_gbps", "node_stacks", "on_autotune", "plain_of",
-    "profiled", "recompiled_frame", "redispatch", "span", "tapped", "untouched",
+    "compile_place", "compiled_times", "computed_table", "generated_names", "global_state",
+    "is_torch_file", "key_set", "launched_with", "library", "limit", "memory_gbps", "node_stacks",
+    "on_autotune", "plain_of", "profiled", "recompiled_frame", "redispatch", "span", "tapped", "untouched",
 ]  # fmt: skip
 
 TRACE = "torch.__trace"
@@ -142,6 +143,18 @@ def recompiled_frame() -> tuple[dict[str, Any], dict[str, Any], types.CodeType] 
             user = frame.f_locals.get("frame")
             return None if user is None else (user.f_locals, user.f_globals, user.f_code)
         frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+@_adapter
+def global_state(name: str) -> bool | torch.dtype | None:
+    """What a thread's state is now, by the name that torch's guard gives it."""
+    if name == "grad_mode":
+        return torch.is_grad_enabled()
+    if name == "default_dtype":
+        return torch.get_default_dtype()
+    if autocast := re.fullmatch(r"autocast\((\w+)\)_enabled", name):
+        return torch.is_autocast_enabled(autocast[1])
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import linecache
 import re
 from collections import Counter
@@ -156,7 +157,7 @@ def _times(loop: ast.For | ast.While, lines: list[int]) -> int | None:
     if first.lineno == last:
         return lines.count(first.lineno)
     head = range(loop.lineno, first.lineno)
-    steps = zip(lines, lines[1:], strict=False)
+    steps = itertools.pairwise(lines)
     return sum(old in head and first.lineno <= new <= last for old, new in steps)
 
 
