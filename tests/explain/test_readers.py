@@ -302,6 +302,10 @@ def test_recompile_reasons(text, expected):
     [
         ("Unsupported Tensor.item() call with capture_scalar_outputs=False", "item"),
         ("Data-dependent branching", "branch"),
+        (
+            "Data dependent operator\n  Explanation: `aten.equal.default` has a non-Tensor output",
+            "item",
+        ),
         ("Failed to trace builtin operator\n  Explanation: no `sorted`", "builtin"),
         ("Attempted to call function marked as skipped", "skipped"),
         ("Unsupported generator: yield from", "generator"),

@@ -94,6 +94,15 @@ def test_global_state():
     assert private.global_state("something_new") is None
 
 
+def test_differentiated():
+    x = torch.ones(2, requires_grad=True)
+    older = (x * 2).grad_fn
+    now = private.differentiated_so_far()
+    newer = (x * 2).grad_fn
+    assert private.differentiated(None) < private.differentiated(older) < now
+    assert now < private.differentiated(newer)
+
+
 def test_limit():
     assert private.limit() == torch._dynamo.config.recompile_limit
 

@@ -26,9 +26,10 @@ _T = TypeVar("_T")
 
 __all__ = [
     "CUDAGRAPHS", "FUSION", "POST_FUSION", "TRACE", "TRACE_CALL", "TRACE_SOURCE", "Profile", "Span",
-    "compile_place", "compiled_times", "computed_table", "generated_names", "global_state",
-    "is_torch_file", "key_set", "launched_with", "library", "limit", "memory_gbps", "node_stacks",
-    "on_autotune", "plain_of", "profiled", "recompiled_frame", "redispatch", "span", "tapped", "untouched",
+    "compile_place", "compiled_times", "computed_table", "differentiated", "differentiated_so_far",
+    "generated_names", "global_state", "is_torch_file", "key_set", "launched_with", "library", "limit",
+    "memory_gbps", "node_stacks", "on_autotune", "plain_of", "profiled", "recompiled_frame",
+    "redispatch", "span", "tapped", "untouched",
 ]  # fmt: skip
 
 TRACE = "torch.__trace"
@@ -336,6 +337,16 @@ def launched_with(path: str, kernel: str) -> dict[str, Any]:
     found = {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
     taken = {name: getattr(launchers[0], name, None) for name in ("n_regs", "n_spills", "shared")}
     return found | {name: value for name, value in taken.items() if value is not None}
+
+
+def differentiated_so_far() -> int:
+    """The number of this thread's latest node in autograd's graph."""
+    return differentiated(torch.zeros((), requires_grad=True).view(()).grad_fn)
+
+
+def differentiated(node: torch.autograd.graph.Node | None) -> int:
+    """Its number; nodes count up as they are made. -1: there is none."""
+    return -1 if node is None else node._sequence_nr()
 
 
 def plain_of(function: Any) -> Any:

@@ -23,7 +23,7 @@ _CALL = re.compile(
 _KINDS = {
     "print": r"builtin `?print|builtin operator `print`|logging (function|method)|logging\.Logger method",
     "shape": r"Dynamic shape operator|DynamicOutputShape|output shape depends on",
-    "item": r"\.item\(\)|\.tolist\(\)|data[- ]dependent (?!branch|jump|control)|DataDependentOutput",
+    "item": r"\.item\(\)|\.tolist\(\)|[Dd]ata[- ]dependent (?!branch|jump|control)|DataDependentOutput",
     "branch": r"[Dd]ata-dependent (branching|jump|control)|generic_jump",
     "asked": r"graph_break\(\)|User-inserted graph break",
     "raise": r"Observed exception",
