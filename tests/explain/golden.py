@@ -51,9 +51,43 @@ def unrolls(x):
     return x + 1
 
 
+def loops(x):
+    """Loops whose bodies begin with more than a line: six times, of which three skip; two times, with
+    four inside; three; two."""
+    for i in range(6):
+        if i % 2:
+            continue
+        x = x + i
+    for _ in range(2):
+        for j in range(4):
+            x = (lambda y: y * j)(x)
+    for i in range(3):
+        x = torch.add(
+            x,
+            i,
+        )
+    n = 0
+    while n < 2:
+        with torch.no_grad():
+            x = x - 1
+        n += 1
+    return x
+
+
 def scaled(x, factor):
     """Recompiled for another size, another dtype, another ``factor``."""
     return x * factor
+
+
+def takes(x, given):
+    """A version for each length and type of a list, and each dtype, slice and function."""
+    if isinstance(given, list | tuple):
+        return x * sum(given)
+    if isinstance(given, torch.dtype):
+        return x.to(given)
+    if isinstance(given, slice):
+        return x[given] + 1
+    return x * given if isinstance(given, torch.Tensor) else given(x)
 
 
 def fuses(x):
@@ -109,6 +143,31 @@ def writes_parts(x):
     y[0] = 5
     y += x
     return y
+
+
+def writes_slices(x):
+    """Two writes to slices of a temporary, and one to the input by a flag, which leaves a copy."""
+    y = x * 2
+    y[1:] = 5
+    y[::2, None] = 6
+    F.relu(x, inplace=True)
+    y += x
+    return y
+
+
+def names_operators(x):
+    """Each is one operator of ATen, under another name: nothing is decomposed."""
+    y = x // 3
+    y = y % 2
+    y = abs(y)
+    y /= 2
+    return ~(y > 0)
+
+
+def changes_inputs(x, y):
+    """No result: a kernel for each write to an input, and the library's sort."""
+    x.mul_(2)
+    y.copy_(torch.sort(y)[0])
 
 
 def bounded(x, y):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +54,8 @@ def test_prints_json(capsys):
         ([f"{golden.__file__}:whole", "--input", "4:f32:nowhere"], "nowhere"),
         ([f"{golden.__file__}:line_of"], "has no callable 'line_of'; it has "),
         ([golden.__file__], "accepted is FILE:NAME"),
+        ([f"{raises.__file__}:Scaled"], "'Scaled' of "),
+        ([f"{golden.__file__}:whole", "--json", "."], "--json '.': this is a folder"),
         ([f"{golden.__file__}:whole", "--backend", "gcc"], "--backend 'gcc'; accepted are "),
         ([f"{golden.__file__}:whole", "--mode", "fast"], "--mode 'fast'; accepted are default, "),
         ([f"{golden.__file__}:whole", "--json", "no/folder/x"], "there is no folder 'no/folder'"),
@@ -93,6 +99,48 @@ def test_a_call_that_raises_shows_what_was_seen(capsys, tmp_path):
     assert f'File "{raises.__file__}", line 7' in shown.err
     assert "eval_frame" not in shown.err  # torch's frames and ours tell the user nothing
     assert json.loads(written.read_text())["compilations"][0]["breaks"][0]["kind"] == "print"
+
+
+def test_a_call_that_exits(capsys):
+    assert main(["explain", f"{raises.__file__}:exits", "--input", "2x3", *EAGER]) == 2
+    shown = capsys.readouterr()
+    assert shown.out.startswith("exits ")
+    assert "raised SystemExit: 0" in shown.err
+
+
+def test_a_terminal_without_the_signs(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert run("whole", "--input", "4x4", "--backend", "aot_eager") == 0
+    assert rb"AutogradCPU \u2192" in written.getvalue()
+
+
+def test_status_where_the_reader_has_left():
+    """1 would say that there is a break."""
+    command = [sys.executable, "-m", "tileops", "explain", f"{golden.__file__}:whole", *EAGER]
+    read, write = os.pipe()
+    os.close(read)
+    ended = subprocess.run([*command, "--input", "4x4"], stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_file_that_cannot_be_written(capsys, tmp_path):
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("this system has no /dev/full")
+    assert run("whole", "--input", "4x4", *EAGER, "--json", str(full)) == 2
+    assert "No space left" in capsys.readouterr().err
+
+
+def test_a_script_with_the_name_of_a_loaded_module(tmp_path, capsys):
+    import inspect
+
+    script = tmp_path / "inspect.py"
+    script.write_text("def f(x):\n    return x + 1\n")
+    assert main(["explain", f"{script}:f", "--input", "3", *EAGER]) == 0
+    assert sys.modules["inspect"] is inspect
+    assert "1 graph" in capsys.readouterr().out
 
 
 def test_measures(capsys):

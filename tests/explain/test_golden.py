@@ -78,6 +78,18 @@ def test_loop_unrolled():
     assert [n.target for n in only.capture.nodes].count("operator.mul") == 3
 
 
+def test_loops_by_how_often_they_run():
+    report = tileops.explain(golden.loops, torch.randn(4), backend="eager")
+    counted = {loop.at.text: loop.times for loop in report.compilations[0].loops}
+    assert counted == {
+        "for i in range(6):": 6,
+        "for _ in range(2):": 2,
+        "for j in range(4):": 8,
+        "for i in range(3):": 3,
+        "while n < 2:": 2,
+    }
+
+
 def test_loop_is_counted_once_though_traced_twice():
     report = tileops.explain(golden.unrolls_and_prints, torch.randn(4), backend="eager")
     assert [loop.times for loop in report.compilations[0].loops] == [3]
@@ -106,6 +118,41 @@ def test_three_recompilations():
     assert "mark_dynamic(x, 0)" in report.recompiles[0].recompile.failures[0].advice
     assert [one.recompile.count for one in report.recompiles] == [2, 3, 4]
     assert report.recompiles[0].recompile.limit == torch._dynamo.config.recompile_limit
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "expected"),
+    [
+        ([1, 2], [1, 2, 3], ("given", "length", "2", "3")),
+        ([1, 2], (1, 2), ("given", "type", "list", "tuple")),
+        (torch.float64, torch.int32, ("given", "value", "torch.float64", "torch.int32")),
+        (slice(0, 2), slice(0, 3), ("given.stop", "value", "2", "3")),
+        (golden.helper, golden.whole, ("given.__code__", "identity", "one code", "whole")),
+        (
+            torch.ones(4),
+            torch.ones(4).requires_grad_(),
+            ("given", "requires_grad", "False", "True"),
+        ),
+    ],
+)
+def test_recompiled_with_both_values(first, then, expected):
+    report = tileops.explain(
+        golden.takes, torch.ones(4), first, then=[(torch.ones(4), then)], backend="eager"
+    )
+    (failure,) = report.recompiles[0].recompile.failures
+    source = failure.source.removeprefix("L['").replace("']", "")
+    assert (source, failure.property, failure.expected, failure.actual) == expected
+
+
+def test_recompiled_by_the_state_of_the_thread():
+    step = torch.compile(golden.whole, backend="eager")
+    with tileops.explaining() as report:
+        step(torch.ones(4))
+        with torch.no_grad(), torch.autocast("cpu"):
+            step(torch.ones(4))
+    (failure,) = report.recompiles[0].recompile.failures
+    assert set(failure.expected.split(", ")) == {"grad_mode=True", "autocast(cpu)_enabled=False"}
+    assert set(failure.actual.split(", ")) == {"grad_mode=False", "autocast(cpu)_enabled=True"}
 
 
 def test_guards_by_group():
@@ -197,6 +244,26 @@ def test_writes_to_parts_are_functional():
     assert targets == ["operator.mul", "operator.setitem", "operator.iadd"]
 
 
+def test_writes_as_they_are_written():
+    x = torch.arange(-3.0, 3.0)
+    report = tileops.explain(golden.writes_slices, x, backend="aot_eager")
+    assert x.tolist() == [0, 0, 0, 0, 1, 2]
+    made = report.compilations[0].normalisation
+    assert [(rewrite.before, rewrite.copy) for rewrite in made.rewrites] == [
+        ("y[1:] = 5", False),
+        ("y[::2, None] = 6", False),
+        ("torch.nn.functional.relu(l_x_, inplace=True)", True),
+        ("y += l_x_", False),
+    ]
+    assert len(made.copies) == 1
+    assert {each.at.text.split(" ")[0] for each in made.decompositions} == {"y[1:]", "y[::2,"}
+
+
+def test_another_name_is_no_decomposition():
+    report = tileops.explain(golden.names_operators, torch.randn(4), backend="aot_eager")
+    assert report.compilations[0].normalisation.decompositions == []
+
+
 def test_linear_decomposes():
     inputs = torch.randn(3, 4), torch.randn(5, 4), torch.randn(5)
     report = tileops.explain(golden.decomposes, *inputs, backend=AOT)
@@ -269,6 +336,16 @@ def test_neighbours_apart():
     assert (["relu", "mul"], ["mm"]) in pairs
     assert (["mm"], ["relu_1"]) in pairs
     assert all(each.reason for each in lowered.unfused)
+
+
+def test_kernels_that_only_change_inputs():
+    report = tileops.explain(golden.changes_inputs, torch.randn(8, 8), torch.randn(8, 8))
+    kernels = report.compilations[0].inductor[0].kernels
+    assert all(each.groups and each.nodes for each in kernels)
+    multiplied, sort = (line_of(golden.changes_inputs, text) for text in ("x.mul_", "y.copy_"))
+    lines = {each.name: {line.number for line in each.lines} for each in kernels}
+    assert set().union(*lines.values()) == {multiplied, sort}
+    assert [lines[name] for name in lines if "sort" in name] == [{sort}]
 
 
 def test_cold_and_warm_cache(tmp_path, monkeypatch):

@@ -172,6 +172,56 @@ def test_triton():
     assert choice == [("triton_mm_3", 500.0, False), ("mm", 250.0, True)]
 
 
+CHANGES = """
+triton_poi_a = async_compile.triton('triton_poi_a', '''
+def triton_poi_a(in_ptr0, out_ptr0, xnumel, XBLOCK : tl.constexpr):
+    pass
+''', device_str='cuda')
+triton_poi_b = async_compile.triton('triton_poi_b', '''
+def triton_poi_b(in_ptr0, out_ptr1, xnumel, XBLOCK : tl.constexpr):
+    pass
+''', device_str='cuda')
+
+def call(args):
+    arg0_1, = args
+    buf0 = empty_strided_cuda((64, ), (1, ), torch.float32)
+    triton_poi_a.run(arg0_1, buf0, 64, stream=stream0)
+    triton_poi_b.run(arg0_1, arg0_1, 64, stream=stream0)
+    triton_poi_b.run(buf0, reinterpret_tensor(arg0_1, (64, ), (1, ), 0), 64, stream=stream0)
+    return (buf0, )
+"""
+CHANGES_SCHEDULED = """AFTER FUSION
+op0: SchedulerNode(ComputedBuffer)
+op0.outputs = [
+    buf0: ComputedBuffer
+]
+
+
+op1_op2: FusedSchedulerNode(SchedulerNode,SchedulerNode)
+op1_op2.outputs = [
+    buf1: ComputedBuffer
+    buf2: ComputedBuffer
+    buf2.mutations = ['arg0_1']
+]
+op1_op2.snodes[0] =
+op1: SchedulerNode(ComputedBuffer)
+
+
+op3: SchedulerNode(ComputedBuffer)
+op3.outputs = [
+    buf3: ComputedBuffer
+    buf3.mutations = ['arg0_1']
+]
+"""
+
+
+def test_triton_kernels_that_change_an_input():
+    """The first reads the input that the second and the third change, one after the other."""
+    told = Lowered(CHANGES, None, Graph("lowered", ""), [], CHANGES_SCHEDULED, [], {})
+    kernels = read_inductor(told).kernels
+    assert [[g.name for g in each.groups] for each in kernels] == [["op0"], ["op1_op2"], ["op3"]]
+
+
 def test_memory_that_is_planned():
     """Two buffers at places of one pool; the second is returned."""
     code = """
@@ -225,8 +275,18 @@ def test_triton_from_a_cache():
         ),
         (
             "0/0: tensor 'x' requires_grad mismatch. expected requires_grad=0",
-            (None, None, None, None),
+            ("x", "requires_grad", "False", "True"),
         ),
+        (
+            "0/0: tensor 'x' dispatch key set mismatch. expected DispatchKeySet(CPU, A), actual DispatchKeySet(CUDA, A)",
+            ("x", "device", "cpu", "cuda"),
+        ),
+        (
+            "0/0: tensor 'x' dispatch key set mismatch. expected DispatchKeySet(CPU, A), actual DispatchKeySet(CPU)",
+            ("x", "dispatch key set", "DispatchKeySet(CPU, A)", "DispatchKeySet(CPU)"),
+        ),
+        ("0/0: len(L['a'].b) == 2", ("L['a'].b", "length", "2", None)),
+        ("0/0: ___check_obj_id(h, 14070343)", ("h", "identity", None, None)),
         ("0/0: GLOBAL_STATE changed: grad_mode", (None, "global state", None, None)),
     ],
 )
@@ -242,6 +302,10 @@ def test_recompile_reasons(text, expected):
     [
         ("Unsupported Tensor.item() call with capture_scalar_outputs=False", "item"),
         ("Data-dependent branching", "branch"),
+        (
+            "Data dependent operator\n  Explanation: `aten.equal.default` has a non-Tensor output",
+            "item",
+        ),
         ("Failed to trace builtin operator\n  Explanation: no `sorted`", "builtin"),
         ("Attempted to call function marked as skipped", "skipped"),
         ("Unsupported generator: yield from", "generator"),

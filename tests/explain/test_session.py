@@ -116,6 +116,35 @@ def test_module():
     assert [graph.stage for graph in made.graphs] == ["joint", "forward", "backward"]
 
 
+def test_training_differentiates_what_the_call_uses():
+    """Parameters of a global module too, and no graph of the user's."""
+    layer, ran = torch.nn.Linear(4, 4), []
+    layer.weight.register_post_accumulate_grad_hook(ran.append)
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            ran.append("backward")
+            return grad * 2
+
+    base = torch.ones(4, requires_grad=True)
+    outside = base.exp()
+
+    def step(x):
+        return Noted.apply(layer(x)) * outside, x, layer.bias, 3
+
+    tileops.explain(step, torch.randn(2, 4), backend="eager", training=True)
+    assert ran == ["backward"]
+    assert layer.weight.grad is None
+    outside.sum().backward()
+    assert torch.equal(base.grad, base.exp())
+    tileops.explain(lambda x: x, base.exp(), backend="eager", training=True)  # returns no new thing
+
+
 def test_lines_are_the_users():
     """Not those of torch's modules, in each stage."""
     first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)

@@ -83,6 +83,26 @@ def test_recompiled_frame():
     assert private.recompiled_frame() is None
 
 
+def test_global_state():
+    """By the names that torch's guard gives, for each thing that it names."""
+    assert private.global_state("grad_mode") is True
+    with torch.no_grad(), torch.autocast("cpu"):
+        assert private.global_state("grad_mode") is False
+        assert private.global_state("autocast(cpu)_enabled") is True
+    assert private.global_state("autocast(cpu)_enabled") is False
+    assert private.global_state("default_dtype") is torch.float32
+    assert private.global_state("something_new") is None
+
+
+def test_differentiated():
+    x = torch.ones(2, requires_grad=True)
+    older = (x * 2).grad_fn
+    now = private.differentiated_so_far()
+    newer = (x * 2).grad_fn
+    assert private.differentiated(None) < private.differentiated(older) < now
+    assert now < private.differentiated(newer)
+
+
 def test_limit():
     assert private.limit() == torch._dynamo.config.recompile_limit
 

@@ -13,6 +13,7 @@ import torch
 
 import tileops
 from tests.explain import golden
+from tests.explain import raises as raises_of
 from tests.explain.test_golden import fresh  # noqa: F401
 from tests.explain.test_session import LOGGERS, state_of_torch
 from tileops.explain import torch_private as private
@@ -191,3 +192,12 @@ def test_user_caches_and_place_of_the_cache(unchanged, tmp_path):
 
 def test_loggers_are_named_once():
     assert len(set(LOGGERS)) == len(LOGGERS)
+
+
+@pytest.mark.parametrize("target", [raises_of.Scaled, torch.nn.ReLU, 3])
+def test_what_is_no_target(unchanged, target):
+    """torch.compile would replace the class's ``__call__``, for good."""
+    before = getattr(target, "__call__", None)  # noqa: B004
+    with pytest.raises(TypeError, match="explain: target is .*; accepted is a function, a module"):
+        tileops.explain(target, 2, backend="eager")
+    assert getattr(target, "__call__", None) == before  # noqa: B004

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import re
 import sys
 import traceback
@@ -107,16 +108,13 @@ def _explain(options: argparse.Namespace) -> int:
             report, target, inputs, {}, backend=options.backend, mode=options.mode,
             dynamic=options.dynamic, training=options.training, measure=options.measure, then=then,
         )  # fmt: skip
-    except Exception as error:  # noqa: BLE001  (the user's: told after what was seen of the call)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (told after what was seen of the call)
         raised = error
-    if options.html:
-        report.to_html(options.html)
-    if options.json and str(options.json) == "-":
-        print(report.to_json(indent=1))
-    else:
-        if options.json:
-            options.json.write_text(report.to_json(indent=1), encoding="utf-8")
-        report.show(*options.show)
+    try:
+        _write(options, report)
+    except OSError as error:
+        print(f"tileops explain: {error}", file=sys.stderr)
+        return 2
     if raised is not None:
         _tell(raised)
         return 2
@@ -126,11 +124,29 @@ def _explain(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def _write(options: argparse.Namespace, report: Report) -> None:
+    if options.html:
+        report.to_html(options.html)
+    printed = options.json is not None and str(options.json) == "-"
+    if options.json and not printed:
+        options.json.write_text(report.to_json(indent=1), encoding="utf-8")
+    try:
+        if printed:
+            print(report.to_json(indent=1))
+        else:
+            report.show(*options.show)
+        sys.stdout.flush()
+    except BrokenPipeError:  # a reader such as `head` has seen enough, and the status still counts
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _check(options: argparse.Namespace) -> None:
     """What would fail at the end, before the script runs."""
     import torch
 
     for name, path in (("--html", options.html), ("--json", options.json)):
+        if path and path.is_dir():
+            raise _RequestError(f"{name} {str(path)!r}: this is a folder; accepted is a file")
         if path and str(path) != "-" and not path.parent.is_dir():
             raise _RequestError(f"{name} {str(path)!r}: there is no folder {str(path.parent)!r}")
     if options.backend not in torch._dynamo.list_backends(exclude_tags=()):
@@ -169,20 +185,29 @@ def _load(text: str) -> Callable[..., Any]:
     path = Path(file)
     if not file or not path.is_file():
         raise _RequestError(f"{text!r}: accepted is FILE:NAME, with a file that exists")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    taken = getattr(sys.modules.get(path.stem), "__file__", str(path)) != str(path)
+    module_name = (
+        f"script_{path.stem}" if taken or path.stem in sys.builtin_module_names else path.stem
+    )
+    spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
         raise _RequestError(f"{file!r} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.resolve().parent))  # as for a script that is run
-    sys.modules[path.stem] = module
+    sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # noqa: BLE001  (the user's)
         _tell(error)
         raise _RequestError(f"{file} cannot be run") from None
     found = getattr(module, name, None)
+    if isinstance(found, type):
+        raise _RequestError(f"{name!r} of {file} is a class; accepted is a function or an instance")
     if not callable(found):
-        known = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
+        known = sorted(
+            n for n, v in vars(module).items()
+            if callable(v) and not isinstance(v, type) and not n.startswith("_")
+        )  # fmt: skip
         raise _RequestError(f"{file} has no callable {name!r}; it has {', '.join(known)}")
     return found
 

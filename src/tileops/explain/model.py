@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -373,13 +374,15 @@ class Report:
         """Print it for a terminal: all, or the summary and ``stages`` such as ``"breaks"``."""
         from tileops.explain.views.terminal import render
 
-        print(render(self, *stages, width=width))
+        text = render(self, *stages, width=width)
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        print(text.encode(encoding, "backslashreplace").decode(encoding))
 
     def to_html(self, path: str | Path) -> None:
         """Write one self-contained page."""
         from tileops.explain.views.html import render
 
-        Path(path).write_text(render(self), encoding="utf-8")
+        Path(path).write_text(render(self), encoding="utf-8", errors="backslashreplace")
 
 
 def _plain(value: Any) -> Any:

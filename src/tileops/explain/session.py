@@ -103,6 +103,13 @@ def explain_into(
     measure: bool = False,
 ) -> None:
     """:func:`explain` into a report that holds what was seen also where the call raises."""
+    if isinstance(target, type) or not callable(target):  # torch would patch the class for good
+        kind = "the class" if isinstance(target, type) else "an object of type"
+        named = getattr(target, "__qualname__", type(target).__qualname__)
+        raise TypeError(
+            f"explain: target is {kind} {named}; accepted is a function, a module or another callable "
+            "object"
+        )
     target = private.plain_of(target)
     name = getattr(target, "__qualname__", None) or type(target).__name__
     report.title = name
@@ -120,9 +127,10 @@ def explain_into(
 
     def call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         with torch.set_grad_enabled(torch.is_grad_enabled() if training is None else training):
+            start = private.differentiated_so_far() if training else 0
             result = compiled(*args, **kwargs)
             if training:
-                _backward(_tensors(target, args, kwargs), result)
+                _backward(result, start)
         return result
 
     with private.untouched(cpu=cpu):
@@ -204,10 +212,24 @@ def _tensors(*given: Any) -> list[torch.Tensor]:
     return found
 
 
-def _backward(given: list[torch.Tensor], result: Any) -> None:
-    """Through the graph and no further: ``.grad`` of nothing changes."""
-    wanted = [each for each in given if each.requires_grad]
-    outputs = [each for each in _tensors(result) if each.requires_grad]
-    if wanted and outputs:
+def _backward(result: Any, start: int) -> None:
+    """Through what the call added to autograd's graph and no further: ``.grad`` of nothing changes, and
+    the graphs that the arguments, or tensors of a closure, have of their own stay whole."""
+    outputs = [each for each in _tensors(result) if private.differentiated(each.grad_fn) > start]
+    waiting = [each.grad_fn for each in outputs]
+    seen, ends = set(), {}
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for following, number in node.next_functions:
+            if following is None:
+                continue
+            if following.next_functions and private.differentiated(following) > start:
+                waiting.append(following)
+            else:
+                ends[following, number] = torch.autograd.graph.GradientEdge(following, number)
+    if ends:
         ones = [torch.ones_like(each) for each in outputs]
-        torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
+        torch.autograd.grad(outputs, [*ends.values()], ones, allow_unused=True)

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import functools
 import logging
+import re
 import sys
 import threading
 import types
@@ -25,9 +26,10 @@ _T = TypeVar("_T")
 
 __all__ = [
     "CUDAGRAPHS", "FUSION", "POST_FUSION", "TRACE", "TRACE_CALL", "TRACE_SOURCE", "Profile", "Span",
-    "compile_place", "compiled_times", "computed_table", "generated_names", "is_torch_file", "key_set",
-    "launched_with", "library", "limit", "memory_gbps", "node_stacks", "on_autotune", "plain_of",
-    "profiled", "recompiled_frame", "redispatch", "span", "tapped", "untouched",
+    "compile_place", "compiled_times", "computed_table", "differentiated", "differentiated_so_far",
+    "generated_names", "global_state", "is_torch_file", "key_set", "launched_with", "library", "limit",
+    "memory_gbps", "node_stacks", "on_autotune", "plain_of", "profiled", "recompiled_frame",
+    "redispatch", "span", "tapped", "untouched",
 ]  # fmt: skip
 
 TRACE = "torch.__trace"
@@ -142,6 +144,18 @@ def recompiled_frame() -> tuple[dict[str, Any], dict[str, Any], types.CodeType] 
             user = frame.f_locals.get("frame")
             return None if user is None else (user.f_locals, user.f_globals, user.f_code)
         frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+@_adapter
+def global_state(name: str) -> bool | torch.dtype | None:
+    """What a thread's state is now, by the name that torch's guard gives it."""
+    if name == "grad_mode":
+        return torch.is_grad_enabled()
+    if name == "default_dtype":
+        return torch.get_default_dtype()
+    if autocast := re.fullmatch(r"autocast\((\w+)\)_enabled", name):
+        return torch.is_autocast_enabled(autocast[1])
     return None
 
 
@@ -323,6 +337,16 @@ def launched_with(path: str, kernel: str) -> dict[str, Any]:
     found = {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
     taken = {name: getattr(launchers[0], name, None) for name in ("n_regs", "n_spills", "shared")}
     return found | {name: value for name, value in taken.items() if value is not None}
+
+
+def differentiated_so_far() -> int:
+    """The number of this thread's latest node in autograd's graph."""
+    return differentiated(torch.zeros((), requires_grad=True).view(()).grad_fn)
+
+
+def differentiated(node: torch.autograd.graph.Node | None) -> int:
+    """Its number; nodes count up as they are made. -1: there is none."""
+    return -1 if node is None else node._sequence_nr()
 
 
 def plain_of(function: Any) -> Any:

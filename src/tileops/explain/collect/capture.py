@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import linecache
 import re
 from collections import Counter
@@ -22,7 +23,7 @@ _CALL = re.compile(
 _KINDS = {
     "print": r"builtin `?print|builtin operator `print`|logging (function|method)|logging\.Logger method",
     "shape": r"Dynamic shape operator|DynamicOutputShape|output shape depends on",
-    "item": r"\.item\(\)|\.tolist\(\)|data[- ]dependent (?!branch|jump|control)|DataDependentOutput",
+    "item": r"\.item\(\)|\.tolist\(\)|[Dd]ata[- ]dependent (?!branch|jump|control)|DataDependentOutput",
     "branch": r"[Dd]ata-dependent (branching|jump|control)|generic_jump",
     "asked": r"graph_break\(\)|User-inserted graph break",
     "raise": r"Observed exception",
@@ -124,38 +125,40 @@ def read_inlined(events: list[Event]) -> list[Inlined]:
 
 def read_loops(events: list[Event]) -> list[Loop]:
     """Loops whose bodies were traced, with the number of times."""
-    visits: Counter[tuple[str, int]] = Counter()
-    functions: dict[tuple[str, int], str] = {}
+    traced: dict[tuple[str, str], list[int]] = {}
     for event in events:
         if match := _SOURCE.match(event.text):
-            place = match["file"], int(match["number"])
-            visits[place] += 1
-            functions[place] = match["function"]
-    loops = []
-    for file in dict.fromkeys(file for file, _ in visits):
-        if is_foreign(file):
-            continue
-        for header, first in _loops_of(file):
-            times = visits[file, first.lineno]
-            if visits[file, header] and times:
-                whole = first.lineno == first.end_lineno and first.lineno != header
-                function = functions[file, header]
-                loops.append(Loop(_line(file, header, function), times if whole else None))
-    return loops
+            traced.setdefault((match["file"], match["function"]), []).append(int(match["number"]))
+    found: dict[tuple[str, int], Loop] = {}
+    for (file, function), lines in traced.items():
+        for loop in [] if is_foreign(file) else _loops_of(file):
+            if loop.lineno in lines and (times := _times(loop, lines)) != 0:
+                found[file, loop.lineno] = Loop(_line(file, loop.lineno, function), times)
+    return list(found.values())
 
 
-def _loops_of(file: str) -> list[tuple[int, ast.stmt]]:
-    """Line of each loop with the first statement of its body that has a line of its own to count."""
+def _loops_of(file: str) -> list[ast.For | ast.While]:
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
         return []
-    kinds = (ast.For, ast.While)
-    loops = [(node.lineno, node.body) for node in ast.walk(tree) if isinstance(node, kinds)]
-    return [
-        (header, next((each for each in body if each.lineno == each.end_lineno), body[0]))
-        for header, body in loops
-    ]
+    return [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While)]
+
+
+def _times(loop: ast.For | ast.While, lines: list[int]) -> int | None:
+    """How often the body's first statement began; unknown where it shares a line with the loop's head.
+
+    A statement of several lines comes to its first one again; it begins where the head was before.
+    """
+    first = loop.body[0]
+    last = first.end_lineno or first.lineno
+    if first.lineno == loop.lineno:
+        return None
+    if first.lineno == last:
+        return lines.count(first.lineno)
+    head = range(loop.lineno, first.lineno)
+    steps = itertools.pairwise(lines)
+    return sum(old in head and first.lineno <= new <= last for old, new in steps)
 
 
 def crossing(capture: Graph) -> list[str]:

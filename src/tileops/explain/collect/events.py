@@ -122,19 +122,15 @@ def _reasons(text: str) -> list[str]:
 
 
 def _the_call(reasons: list[str]) -> dict[str, Any]:
-    """Its function, and what it brought where a guard compares a value; read while its frame lives."""
-    from tileops.explain.collect.guards import compared_source, source_value
+    """Its function, and what it brought where a guard refused it; read while its frame lives."""
+    from tileops.explain.collect.guards import what_came
 
     frame = private.recompiled_frame()
     if frame is None:
         return {"actual": {}, "code": {}}
     names, module, code = frame
-    values = {}
-    for reason in reasons:
-        source = compared_source(reason)
-        value = None if source is None else source_value(source, names, module)
-        if source is not None and value is not None:
-            values[source] = value
+    came = (what_came(reason, names, module) for reason in reasons)
+    values = dict(each for each in came if each is not None)
     named = {"co_name": code.co_name, "co_filename": code.co_filename,
              "co_firstlineno": code.co_firstlineno}  # fmt: skip
     return {"actual": values, "code": named}

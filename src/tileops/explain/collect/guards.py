@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
+import types
 from typing import Any
+
+import torch
 
 from tileops.explain import torch_private as private
 from tileops.explain.collect.events import Event
@@ -144,15 +148,83 @@ _TENSOR_REASON = re.compile(
     re.DOTALL,
 )
 # Torch writes a local's name plain from 2.13 on, `L['n']` before.
-_COMPARED = re.compile(
-    r"^(?P<source>[A-Za-z_]\w*(?:\.\w+|\[[^\]]+\])*) (?:==|is) (?P<expected>.+)$"
+_SOURCE = r"(?P<source>[A-Za-z_]\w*(?:\.\w+|\[[^\]]+\])*)"
+_STATED = {
+    "value": rf"^{_SOURCE} (?:==|is) (?P<expected>.+)$",
+    "length": rf"^len\({_SOURCE}\) == (?P<expected>\d+)$",
+    "type": rf"^___check_type_id\({_SOURCE}, \d+\)(?:, type=<class '(?P<expected>.+)'>)?$",
+    "identity": rf"^___check_obj_id\({_SOURCE}, \d+\)(?:, type=<class '(?P<expected>.+)'>)?$",
+}
+"""Guards on what is no tensor, by what they compare."""
+_REQUIRES_GRAD = re.compile(
+    r"^tensor '(?P<source>.+?)' requires_grad mismatch\. .*requires_grad=(?P<e>[01])"
 )
+_NO_TENSOR = re.compile(
+    r"^expected type of '(?P<source>.+)' to be a tensor type, .*<class '(?P<found>.+)'>"
+)
+_STATE = re.compile(r"^GLOBAL_STATE changed: (?P<names>.+)$", re.DOTALL)
+_PLAIN = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    bool,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+)
+_SIZED = (list, tuple, dict, set, frozenset, str, bytes)
 
 
-def compared_source(reason: str) -> str | None:
-    """``n`` of ``0/0: n == 3``."""
-    compared = _COMPARED.match(_parts(reason)[1])
-    return compared["source"] if compared else None
+def stated(reason: str) -> tuple[str, str, str | None] | None:
+    """Property, source and what is expected: ``value``, ``n`` and ``3`` of ``0/0: n == 3``."""
+    guard = _parts(reason)[1]
+    for name, words in _STATED.items():
+        if found := re.match(words, guard, re.DOTALL):
+            return name, found["source"], found["expected"]
+    return None
+
+
+def what_came(reason: str, names: dict[str, Any], module: dict[str, Any]) -> tuple[str, str] | None:
+    """What a guard names, as :func:`_asked` calls it, and what the refused call brought there."""
+    if state := _STATE.match(_parts(reason)[1]):
+        now = {name: private.global_state(name) for name in state["names"].split()}
+        known = [f"{name}={value}" for name, value in now.items() if value is not None]
+        return (reason, ", ".join(known)) if len(known) == len(now) else None
+    guard = stated(reason)
+    if guard is None:
+        return None
+    about, source, _ = guard
+    try:
+        value = _follow(ast.parse(source, mode="eval").body, {**names, "L": names, "G": module})
+    except (KeyError, IndexError, AttributeError, TypeError, ValueError, SyntaxError):
+        return None
+    told = _told(about, value)
+    return None if told is None else (_asked(about, source), told)
+
+
+def _asked(about: str, source: str) -> str:
+    return source if about == "value" else f"{about} of {source}"
+
+
+def _told(about: str, value: Any) -> str | None:
+    """Without running code of the user's, such as a ``__repr__``."""
+    if about == "value":
+        return repr(value) if type(value) in _PLAIN else None
+    if about == "length":
+        return str(len(value)) if type(value) in _SIZED else None
+    if about == "identity" and isinstance(
+        value, type | types.FunctionType | types.BuiltinFunctionType
+    ):
+        return value.__qualname__
+    if about == "identity" and isinstance(value, types.CodeType):  # of a function
+        return value.co_name
+    kind = type(value)
+    plain = kind.__module__ in ("builtins", "__main__")
+    named = kind.__qualname__ if plain else f"{kind.__module__}.{kind.__qualname__}"
+    return named if about == "type" else f"another {named}"
 
 
 def _parts(reason: str) -> tuple[str, str]:
@@ -162,22 +234,17 @@ def _parts(reason: str) -> tuple[str, str]:
     return place, re.split(r"\s+# |\nUser stack trace", guard.strip())[0].strip()
 
 
-def source_value(source: str, names: dict[str, Any], module: dict[str, Any]) -> str | None:
-    """The value that a guard's source has in a frame, if plain access finds it."""
-    try:
-        value = _follow(ast.parse(source, mode="eval").body, {**names, "L": names, "G": module})
-    except (KeyError, IndexError, AttributeError, TypeError, ValueError, SyntaxError):
-        return None
-    return repr(value) if isinstance(value, int | float | str | bool | None) else None
-
-
 def _follow(node: ast.expr, roots: dict[str, Any]) -> Any:
     if isinstance(node, ast.Name):
         return roots[node.id]
     if isinstance(node, ast.Subscript):
         return _follow(node.value, roots)[ast.literal_eval(node.slice)]
     if isinstance(node, ast.Attribute):
-        return vars(_follow(node.value, roots))[node.attr]  # no property of the user's runs
+        owner = _follow(node.value, roots)
+        slot = inspect.getattr_static(type(owner), node.attr, None)
+        if isinstance(slot, types.MemberDescriptorType | types.GetSetDescriptorType):
+            return slot.__get__(owner)
+        return vars(owner)[node.attr]  # no property of the user's runs
     raise ValueError(ast.unparse(node))
 
 
@@ -192,32 +259,49 @@ def read_recompile(event: Event, number: int, error: str) -> Recompile:
 def _failure(reason: str, values: dict[str, str]) -> Failure:
     place, guard = _parts(reason)
     if tensor := _TENSOR_REASON.search(guard):
-        what = tensor["what"].strip()
-        index = tensor["index"]
+        what, index, source = tensor["what"].strip(), tensor["index"], tensor["source"]
         name = f"{what}[{index}]" if index is not None else what
-        source = tensor["source"]
-        return Failure(
-            place,
-            guard,
-            source,
-            name,
-            tensor["expected"].strip(),
-            tensor["actual"].strip(),
-            _advice(what, source, index),
-        )
-    if compared := _COMPARED.match(guard):
-        source = compared["source"]
-        return Failure(
-            place,
-            guard,
-            source,
-            "value",
-            compared["expected"].strip(),
-            values.get(source),
-            _advice("value", source, None),
-        )
-    what = "global state" if "global_state" in guard or "GLOBAL_STATE" in guard else None
-    return Failure(place, guard, None, what, None, None, _advice(what or "", "", None))
+        expected, actual = tensor["expected"].strip(), tensor["actual"].strip()
+        if what == "dispatch key set":
+            devices = [
+                re.sub(r"DispatchKeySet\((\w*).*", r"\1", each).lower()
+                for each in (expected, actual)
+            ]
+            if devices[0] != devices[1]:
+                what = name = "device"
+                expected, actual = devices
+        return Failure(place, guard, source, name, expected, actual, _advice(what, source, index))
+    if flag := _REQUIRES_GRAD.match(guard):
+        wanted = flag["e"] == "1"
+        told = str(wanted), str(not wanted)
+        return Failure(place, guard, flag["source"], "requires_grad", *told,
+                       _advice("requires_grad", flag["source"], None))  # fmt: skip
+    if no_tensor := _NO_TENSOR.match(guard):
+        source = no_tensor["source"]
+        told = "a tensor", no_tensor["found"]
+        return Failure(place, guard, source, "type", *told, _advice("type", source, None))
+    if known := stated(reason):
+        what, source, expected = known
+        came = values.get(_asked(what, source))
+        expected = f"one {expected}" if what == "identity" and expected else expected
+        how = "constant" if what == "value" and not _is_number(expected) else what
+        return Failure(place, guard, source, what, expected, came, _advice(how, source, None))
+    if _STATE.match(guard):
+        what, came = "global state", values.get(reason)
+        return Failure(place, guard, None, what, _before(came), came, _advice(what, "", None))
+    return Failure(place, guard, None, None, None, None, _advice("", "", None))
+
+
+def _is_number(text: str | None) -> bool:
+    return bool(re.fullmatch(r"-?\d[\d.]*(e[+-]?\d+)?|True|False|-?inf|nan", text or ""))
+
+
+def _before(came: str | None) -> str | None:
+    """What was the other way round; unknown where a state has more than two values."""
+    turned = {"True": "False", "False": "True"}
+    parts = [each.rsplit("=", 1) for each in came.split(", ")] if came else []
+    known = parts and all(value in turned for _, value in parts)
+    return ", ".join(f"{name}={turned[value]}" for name, value in parts) if known else None
 
 
 def _advice(what: str, source: str, index: str | None) -> str:
@@ -234,6 +318,18 @@ def _advice(what: str, source: str, index: str | None) -> str:
         text = f"Pass {source} as a 0-dim tensor, or keep it constant"
         return text + ("; an attribute that counts calls belongs outside the compiled function."
                        if "." in source else " for the life of the model.")  # fmt: skip
+    if what == "constant":
+        return (
+            f"Keep {source} constant for the life of the model; each value is a version of its own."
+        )
+    if what == "length":
+        return f"Each length of {source} is a version of its own: keep it, or pass one tensor."
+    if what == "type":
+        return f"Pass {source} always of one type; each type is a version of its own."
+    if what == "identity":
+        return f"Pass the same object as {source}: make it once, outside the calls."
+    if what == "device":
+        return f"Move {source} to one device before the call, or accept one graph for each device."
     if what == "global state":
         return (
             "Set grad mode, autocast, default dtype and deterministic mode once, around all calls."

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tileops.explain import torch_private as private
-from tileops.explain.collect.memory import Memory
+from tileops.explain.collect.memory import Memory, written
 from tileops.explain.model import Candidate, Graph, Group, Inductor, Kernel, Line, Unfused
 
 _CANDIDATE = re.compile(r"SchedulerNode\(name='(?P<name>\w+)'\), (?P<kind>\w+)\(")
@@ -137,7 +137,7 @@ def _strongest(parts: list[str]) -> str:
 
 
 class _Kernels:
-    """Launches in the order of the call, joined with fusion groups by the buffers they write."""
+    """Launches in the order of the call, joined with fusion groups by what they write."""
 
     def __init__(self, told: Lowered, groups: list[Group] | None, memory: Memory) -> None:
         self.memory = memory
@@ -145,6 +145,7 @@ class _Kernels:
         self.nodes = {node.name: node for node in told.graph.nodes}
         self.captured = told.captured
         self.groups, self.left = groups, list(groups or ())
+        self.mutated = _mutated(told.scheduled or "")
         self.used: set[str] = set()
         self.found: list[Kernel] = []
         defined = {match["name"]: match for match in _DEFINED.finditer(told.code)}
@@ -161,8 +162,7 @@ class _Kernels:
                 comment = ""
 
     def _launch(self, name: str, known: re.Match[str] | None, line: str, comment: str) -> None:
-        touched = set(re.findall(r"buf\w+", line))
-        own = [group for group in self.left if touched & set(group.buffers)]
+        own = self._groups_of(line, known)
         self.left = [group for group in self.left if group not in own]
         if known is None:
             kind, language, source, schedule = "extern", "extern", None, {}
@@ -201,14 +201,35 @@ class _Kernels:
             )
         )
 
+    def _groups_of(self, line: str, known: re.Match[str] | None) -> list[Group]:
+        """By their buffers; a group whose one result is a change of an older tensor, by that tensor.
+
+        A C++ function holds all such up to the next call of a library, a Triton kernel one.
+        """
+        touched = set(re.findall(r"\w+", line))
+        own = [group for group in self.left if touched & set(group.buffers)]
+        changed = touched if known is None else written(line, known["code"])
+        for group in self.left:
+            if group in own:
+                continue
+            library = group.kind in ("extern", "tileops")
+            if own and (known is None or known["how"] == "triton"):
+                break
+            if changed & self.mutated.get(group.name, set()) and library == (known is None):
+                own.append(group)
+            elif library:
+                break
+        return own
+
     def _library_origin(self, name: str, comment: str) -> list[str]:
         """The node of a library's call: by the operator's name, and the line that the comment names."""
         sources = _names(comment.split("Nodes: [", 1)[1].split("]", 1)[0]) if comment else []
         places = {(at.file, at.number) for n in sources if (at := self.captured.get(n))}
         parts = [part for part in name.split(".") if part not in ("default", "out")]
+        operator = parts[3] if name.startswith("torch.ops.") else parts[-1]
         named = [
             node for node in self.nodes.values()
-            if node.name not in self.used and parts[-1] in node.target.split(".")
+            if node.name not in self.used and operator in node.target.split(".")
         ]  # fmt: skip
         near = [n for n in named if n.line and (n.line.file, n.line.number) in places]
         chosen = [node.name for node in (near or named)[:1]]
@@ -312,6 +333,16 @@ def _unfused(
         for (first, second), why in last.items()
         if first not in launch or launch[first] != launch.get(second)
     ]
+
+
+def _mutated(scheduled: str) -> dict[str, set[str]]:
+    """Tensors that are not its own and that each group writes."""
+    found: dict[str, set[str]] = {}
+    for part in re.split(r"\n\n\n+", scheduled.split("AFTER FUSION\n", 1)[-1]):
+        if head := _SCHEDULED.match(part.strip("\n")):
+            told = re.findall(r"\.mutations = \[(.*?)\]", part.split(".snodes[0]", 1)[0])
+            found[head["name"]] = set(re.findall(r"'(\w+)'", " ".join(told)))
+    return found
 
 
 def _reads(scheduled: str) -> dict[str, set[str]]:

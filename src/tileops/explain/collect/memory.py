@@ -133,22 +133,17 @@ class Memory:
 
     def touched(self, line: str, source: str | None) -> int | None:
         """Bytes of the tensors that a launch is given and makes; twice what it reads and writes."""
-        try:
-            statement = ast.parse(line.strip()).body[0]
-        except SyntaxError:
+        call = _call(line)
+        if call is None:
             return None
-        value = statement.value if isinstance(statement, ast.Expr | ast.Assign) else None
-        if not isinstance(value, ast.Call):
-            return None
+        made, given = call
         parameters = _parameters(source) if source else []
-        given = [*value.args, *(each.value for each in value.keywords)]
         sizes: list[int | None] = []
         for number, argument in enumerate(given):
             size = self._argument(argument)
             both = number < len(parameters) and parameters[number].startswith("in_out")
             sizes += [] if size == 0 else [size, size] if both else [size]
-        if isinstance(statement, ast.Assign):
-            made = ast.unparse(statement.targets[0])
+        if made is not None:
             sizes += [self._bytes.get(name) for name in self._parts.get(made, [made])]
         known = bool(sizes) and all(size is not None for size in sizes)
         return sum(size or 0 for size in sizes) if known else None
@@ -164,6 +159,32 @@ class Memory:
             return None if None in sizes else sum(size or 0 for size in sizes)
         tensor = isinstance(given, ast.Name) and re.match(r"buf\d|arg\d|primals_", given.id)
         return None if tensor else 0
+
+
+def written(line: str, source: str) -> set[str]:
+    """Names of the tensors that a launch of a generated kernel writes, by what it calls them."""
+    call = _call(line)
+    given = call[1] if call else []
+    return {
+        ast.unparse(
+            argument.args[0] if isinstance(argument, ast.Call) and argument.args else argument
+        )
+        for argument, name in zip(given, _parameters(source), strict=False)
+        if name.startswith(("out_ptr", "in_out_ptr"))
+    }
+
+
+def _call(line: str) -> tuple[str | None, list[ast.expr]] | None:
+    """What a call's value is named, and what it is given."""
+    try:
+        statement = ast.parse(line.strip()).body[0]
+    except SyntaxError:
+        return None
+    value = statement.value if isinstance(statement, ast.Expr | ast.Assign) else None
+    if not isinstance(value, ast.Call):
+        return None
+    made = ast.unparse(statement.targets[0]) if isinstance(statement, ast.Assign) else None
+    return made, [*value.args, *(each.value for each in value.keywords)]
 
 
 def _flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:

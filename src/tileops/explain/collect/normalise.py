@@ -23,6 +23,11 @@ STAGES = {
     "aot_inference_graph": "inference",
 }
 _IN_PLACE = re.compile(r"(?<![_\W])\w*[a-z0-9]_$")
+_WRITES = re.compile(r"\bout ?= ?|\binplace ?= ?True\b")
+"""Arguments by which a function writes what it is given."""
+_AUGMENTED = re.compile(
+    r"operator\.i(add|sub|mul|truediv|floordiv|pow|and|or|xor|matmul|mod|lshift|rshift)"
+)
 _WRITTEN = re.compile(r"^\s*(\w+),\s*# InputMutationAOTOutput", re.MULTILINE)
 _SAVED = re.compile(r"^\s*(\w+),\s*# SavedForBackwardsAOTOutput", re.MULTILINE)
 
@@ -74,12 +79,9 @@ def _place(line: Line | None) -> tuple[str, int] | None:
 def writes(node: Node) -> bool:
     """Whether a captured node writes a tensor it was given."""
     name = node.target.rsplit(".", 1)[-1]
-    if node.target == "operator.setitem" or re.search(r"\bout=", node.args):
+    if node.target == "operator.setitem" or _WRITES.search(node.args):
         return True
-    if re.search(
-        r"(^|\.)i(add|sub|mul|truediv|floordiv|pow|and|or|xor|matmul|mod|lshift|rshift)$",
-        node.target,
-    ):
+    if _AUGMENTED.fullmatch(node.target):
         return True
     return bool(_IN_PLACE.search(name)) and not name.startswith("__") and name != "requires_grad_"
 
@@ -106,18 +108,28 @@ _SIGNS = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", 
 def _as_written(node: Node) -> str:
     if node.target == "operator.setitem" or node.target.startswith("operator.i"):
         call = ast.parse(f"f({node.args})", mode="eval").body
-        first, *rest = (
-            [ast.unparse(each) for each in call.args] if isinstance(call, ast.Call) else [""]
-        )
+        given = call.args if isinstance(call, ast.Call) else []
+        first, *rest = [ast.unparse(each) for each in given] or [""]
         if node.target == "operator.setitem" and len(rest) == 2:
-            return f"{first}[{rest[0].removeprefix('(').removesuffix(')')}] = {rest[1]}"
-        sign = _SIGNS.get(node.target.removeprefix("operator.i"))
+            return f"{first}[{_index(given[1])}] = {rest[1]}"
+        augmented = _AUGMENTED.fullmatch(node.target)
+        sign = _SIGNS[augmented[1]] if augmented else None
         if sign and len(rest) == 1:
             return f"{first} {sign}= {rest[0]}"
     if node.opcode != "call_method":
         return f"{node.target}({node.args})"
     own, _, args = node.args.partition(", ")
     return f"{own}.{node.target}({args})"
+
+
+def _index(given: ast.expr) -> str:
+    """``1:`` of ``slice(1, None, None)``, as it was written."""
+    if isinstance(given, ast.Tuple) and given.elts:
+        return ", ".join(map(_index, given.elts))
+    if not (isinstance(given, ast.Call) and ast.unparse(given.func) == "slice"):
+        return ast.unparse(given)
+    start, stop, step = ("" if text == "None" else text for text in map(ast.unparse, given.args))
+    return f"{start}:{stop}" + (f":{step}" if step else "")
 
 
 def _decompositions(seen: list[Node], made: list[Node]) -> list[Decomposition]:
@@ -128,13 +140,16 @@ def _decompositions(seen: list[Node], made: list[Node]) -> list[Decomposition]:
             lines.setdefault(place, Decomposition(node.line, [], [])).before.append(node.target)
     for node in made:
         place = _place(node.line)
-        if place in lines and _computes(node):
+        # A copy back to an input is a write that remains, and no part of an operator.
+        if place in lines and _computes(node) and short(node.target) != "aten.copy_":
             lines[place].after.append(short(node.target))
     return [each for each in lines.values() if each.after and not _same(each.before, each.after)]
 
 
 def _operator_name(target: str) -> str:
-    """``add`` of ``torch.ops.aten.add.Tensor``, ``operator.add``, ``torch.add`` and ``add_``."""
+    """``add`` of ``torch.ops.aten.add.Tensor``, ``operator.iadd``, ``torch.add`` and ``add_``."""
+    if augmented := _AUGMENTED.fullmatch(target):
+        return augmented[1]
     parts = target.split(".")
     name = parts[3] if target.startswith("torch.ops.") and len(parts) > 3 else parts[-1]
     return name.strip("_")
@@ -144,7 +159,9 @@ def _same(before: list[str], after: list[str]) -> bool:
     """Whether each operator became the one ATen operator of its name."""
     names = [_operator_name(name) for name in before]
     aten = [_operator_name(f"torch.ops.{name}") for name in after]
-    aliases = {"matmul": "mm", "truediv": "div", "t": "permute"}
+    aliases = {"matmul": "mm", "truediv": "div", "t": "permute", "floordiv": "floor_divide",
+               "mod": "remainder", "invert": "bitwise_not", "and": "bitwise_and", "or": "bitwise_or",
+               "xor": "bitwise_xor", "operator_abs": "abs"}  # fmt: skip
     return [aliases.get(name, name) for name in names] == aten
 
 
