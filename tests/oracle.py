@@ -409,6 +409,10 @@ def _check_output(
     assert isinstance(given, torch.Tensor), label
     assert given.shape == wanted.shape, (label, given.shape, wanted.shape)
     found = compare(given, wanted, kind)
+    if not found.ok and wanted.ndim:
+        # Rows of padding say nothing about the size of the sums in the others.
+        full = (wanted != 0).any(-1)
+        found = compare(given[full], wanted[full], kind) if not given[~full].any() else found
     assert found.ok, f"{label} ({given.dtype}): {found.text}"
 
 

@@ -3,6 +3,8 @@ tensors, and AOT dispatch with static and with dynamic shapes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.library import opcheck
@@ -16,11 +18,27 @@ UTILITIES = (
     "test_aot_dispatch_static",
     "test_aot_dispatch_dynamic",
 )
+
+
+def workloads(cls, operator):
+    """Those of the entry. Where it has more branches, which gradients are wanted decides them: one more."""
+    found = list(cls.entry.workloads)
+    wants = {p.name for p in cls.entry.params if p.name.startswith("wants_")}
+    if wants and len(found) < len(cls.entry.branches):
+        without = {name.removeprefix("grad_") for name in operator.branch.without}
+        given = {name: name.removeprefix("wants_") not in without for name in wants}
+        passed = {i.name for i in cls.entry.inputs if f"wants_{i.name}" in wants}
+        full = found[0].passed | {i.name for i in cls.entry.inputs if i.optional and i.name in passed}
+        params = {**found[0].params, **given}
+        found.append(replace(found[0], label="as-wanted", params=params, passed=full))
+    return found
+
+
 CASES = [
     pytest.param(operator, workload, id=f"{operator.name.split('::')[1]}-{workload.label}")
     for cls in distinct_classes().values()
     for operator in cls._boundary.operators
-    for workload in cls.entry.workloads
+    for workload in workloads(cls, operator)
     if operator.branch in cls.entry.branches
 ]
 
@@ -58,7 +76,7 @@ def test_every_operator_has_a_case(seed):
     for cls in op_classes().values():
         assert len(cls._boundary.operators) == len(cls.compile_op_names)
         for operator in cls._boundary.operators:
-            made = [arguments(operator, cls, w, seed) for w in cls.entry.workloads]
+            made = [arguments(operator, cls, w, seed) for w in workloads(cls, operator)]
             assert any(args is not None for args in made), f"no workload calls {operator.name}"
 
 

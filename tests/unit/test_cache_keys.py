@@ -204,7 +204,7 @@ def test_text_is_the_same_for_every_python():
 
 
 def row_build(**constants):
-    absent = ("residual", "bias", "scale", "shift", "gate", "total", "quanta", "bound")
+    absent = ("residual", "bias", "scale", "shift", "gate", "moments", "total", "quanta", "bound")
     given = {"BLOCK": 512, "N": 500, "TILE": 1, "VECTOR": 4, "PERSISTENT": False, "POLICY": "",
              "DEPENDENT": False, "CENTRED": False, "GROUPS": 0, "SPATIAL": 1, "TOP": 0.0,
              "LEAST": 0.0, "NATIVE": False, **dict.fromkeys(absent)}  # fmt: skip
