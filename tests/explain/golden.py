@@ -32,6 +32,24 @@ def hidden(y):
     return y - 1
 
 
+class Loud:
+    def __call__(self, y):
+        print("loud")
+        return y
+
+
+def breaks_below(x):
+    """The break is in a callee that has no graph, and adds one graph here."""
+    y = x * 2
+    return Loud()(y) + 1
+
+
+def breaks_at_once(x):
+    """A break before all work: one graph, as without it."""
+    print("first")
+    return x * 2
+
+
 def branches(x):
     """A branch on data: a break, and two graphs: before it and after it."""
     y = x * 2

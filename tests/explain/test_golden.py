@@ -49,6 +49,16 @@ def test_one_break():
     assert [one.resumes for one in report.compilations] == [False, True]
 
 
+@pytest.mark.parametrize(
+    ("function", "graphs", "added"),
+    [(golden.prints, 2, [1]), (golden.breaks_below, 2, [1, 0]), (golden.breaks_at_once, 1, [0])],
+)
+def test_graphs_that_a_break_adds(function, graphs, added):
+    report = tileops.explain(function, torch.randn(4, 4), backend="eager")
+    assert len(report.graphs) == graphs
+    assert [each.extra_launches for each in report.breaks] == added
+
+
 def test_three_breaks():
     report = tileops.explain(golden.three_breaks, torch.randn(4, 4), backend="eager")
     expected = [("print", "print("), ("item", "scale ="), ("skipped", "hidden(y)")]

@@ -167,21 +167,19 @@ def _lowered(one: Compilation, events: list[Event], lines: UserLines) -> None:
 
 def _after_breaks(compilations: list[Compilation]) -> None:
     """What a break hands on, and the launches it adds."""
+    resumed = {
+        (other.at.file, other.function, other.at.number)
+        for other in compilations if other.resumes and other.at and other.capture
+    }  # fmt: skip
     for one in compilations:
-        resumes = [
-            other for other in compilations
-            if other.resumes and other.at and one.at and other.at.file == one.at.file and other.capture
-        ]  # fmt: skip
         for each in one.breaks:
+            each.extra_launches = 0
             if one.capture is not None:
                 names = set(crossing(one.capture))
                 each.crossing = [copy.deepcopy(n) for n in one.capture.nodes if n.name in names]
-            follows = [
-                other
-                for other in resumes
-                if each.at and other.at and other.at.number == each.at.number
-            ]
-            each.extra_launches = 1 if follows else 0
+                # This frame goes on after its own line of the stack: the break may be in a callee.
+                own = {(line.file, one.function, line.number) for line in each.stack}
+                each.extra_launches = 1 if own & resumed else 0
 
 
 def _whole_paths(one: Compilation) -> None:

@@ -61,6 +61,11 @@ def _code(line: Line | None) -> str:
     return f"{_where(line)}  {line.text}" if line else _UNKNOWN
 
 
+def _bounded(text: str, most: int = 160) -> str:
+    """A user's string may be a whole prompt."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 def _first_line(text: str) -> str:
     """Torch goes on with stacks and advice about itself."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
@@ -81,7 +86,7 @@ def _summary(report: Report) -> Iterable[str]:
     for one in report.recompiles:
         # The first failure is of the version that served the last call.
         failures = one.recompile.failures if one.recompile else []
-        yield f"  recompiled {one.function}: {failures[0].guard if failures else _UNKNOWN}"
+        yield f"  recompiled {one.function}: {_bounded(failures[0].guard) if failures else _UNKNOWN}"
 
 
 def _compilation(one: Compilation, shown: Sequence[str]) -> list[str]:
@@ -147,8 +152,9 @@ def _recompile(again: Recompile | None) -> Iterable[str]:
         about = failure.guard
         if failure.expected is not None:
             name = f"{failure.source or failure.guard} {failure.property or ''}"
-            about = f"{name}: expected {failure.expected}, got {failure.actual or _UNKNOWN}"
-        yield f"    not [{failure.compile_id}]: {about}"
+            came = _UNKNOWN if failure.actual is None else _bounded(failure.actual)
+            about = f"{name}: expected {_bounded(failure.expected)}, got {came}"
+        yield f"    not [{failure.compile_id}]: {_bounded(about, 400)}"
         yield f"      mend: {failure.advice}"
 
 
