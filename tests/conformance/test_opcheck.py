@@ -28,7 +28,9 @@ def workloads(cls, operator):
         without = {name.removeprefix("grad_") for name in operator.branch.without}
         given = {name: name.removeprefix("wants_") not in without for name in wants}
         passed = {i.name for i in cls.entry.inputs if f"wants_{i.name}" in wants}
-        full = found[0].passed | {i.name for i in cls.entry.inputs if i.optional and i.name in passed}
+        full = found[0].passed | {
+            i.name for i in cls.entry.inputs if i.optional and i.name in passed
+        }
         params = {**found[0].params, **given}
         found.append(replace(found[0], label="as-wanted", params=params, passed=full))
     return found
