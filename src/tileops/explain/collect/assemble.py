@@ -224,7 +224,10 @@ def _unknown(report: Report) -> list[Unknown]:
     lowered = [each for one in report.compilations for each in one.inductor]
     found = [Unknown(what, why) for what, why in private.missing.items()]
     if not report.compilations:
-        why = "no call compiled: compiled before, or no tensor work, or torch.compile is disabled"
+        why = (
+            "no call compiled: compiled before (torch._dynamo.reset() forgets it), or no tensor work, or "
+            "torch.compile is disabled"
+        )
         found.append(Unknown("every stage", why))
     if any(each.kernels and each.unfused is None for each in lowered):
         why = (

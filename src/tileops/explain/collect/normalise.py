@@ -23,8 +23,6 @@ STAGES = {
     "aot_inference_graph": "inference",
 }
 _IN_PLACE = re.compile(r"(?<![_\W])\w*[a-z0-9]_$")
-_WRITES = re.compile(r"\bout ?= ?|\binplace ?= ?True\b")
-"""Arguments by which a function writes what it is given."""
 _AUGMENTED = re.compile(
     r"operator\.i(add|sub|mul|truediv|floordiv|pow|and|or|xor|matmul|mod|lshift|rshift)"
 )
@@ -79,7 +77,7 @@ def _place(line: Line | None) -> tuple[str, int] | None:
 def writes(node: Node) -> bool:
     """Whether a captured node writes a tensor it was given."""
     name = node.target.rsplit(".", 1)[-1]
-    if node.target == "operator.setitem" or _WRITES.search(node.args):
+    if node.target == "operator.setitem" or _asked_to_write(node.args):
         return True
     if _AUGMENTED.fullmatch(node.target):
         return True
@@ -99,6 +97,16 @@ def _rewrites(seen: list[Node], made: list[Node], copies: list[str]) -> list[Rew
         forms = [f"{each.name} = {short(each.target)}({each.args})" for each in after]
         found.append(Rewrite(node.line, _as_written(node), forms, copy))
     return found
+
+
+def _asked_to_write(args: str) -> bool:
+    """By ``out=`` or ``inplace=True``; not by a string that holds such words."""
+    try:
+        call = ast.parse(f"f({args})", mode="eval").body
+    except SyntaxError:
+        return False
+    given = {each.arg: ast.unparse(each.value) for each in getattr(call, "keywords", ())}
+    return given.get("out", "None") != "None" or given.get("inplace") == "True"
 
 
 _SIGNS = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "pow": "**", "and": "&",
