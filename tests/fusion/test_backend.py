@@ -10,6 +10,7 @@ from torch._inductor.utils import run_and_get_code
 
 import tileops
 from tests.contract.fresh import run_fresh
+from tests.rewriting import rewritten
 from tileops.backend import register_kernel_builder
 from tileops.elementwise import SiLUAndMulFwdOp
 from tileops.fusion import backend, last_report
@@ -212,3 +213,13 @@ def test_the_backend_is_found_by_name(tmp_path):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tileops-entry\nVersion: 0\n")
     (info / "entry_points.txt").write_text("[torch_dynamo_backends]\n{} = {}\n".format(*line))
     assert run_fresh(_by_name, folder=str(tmp_path)) == 1
+
+
+def test_reports_name_the_line_of_the_user():
+    space = {"F": torch.nn.functional}
+    text = "def function(x):\n    return F.rms_norm(x, (8,)) + 1"
+    exec(compile(text, "/home/someone/tileops/model.py", "exec"), space)
+    run, seen = rewritten(space["function"], "always")
+    run(torch.randn(4, 8))
+    for line in str(seen.report).splitlines():
+        assert line.endswith('File "/home/someone/tileops/model.py", line 2, in function')

@@ -106,7 +106,26 @@ def listed(x):
     return a
 
 
-@pytest.mark.parametrize("function", [shortened, counted, listed])
+def through_numpy(x):
+    a = x + 0
+    a.numpy()[0] = 3
+    return a
+
+
+@torch.compiler.allow_in_graph
+def unknown(x):
+    x.add_(1)
+
+
+def in_a_function_of_the_user(x):
+    a = x + 0
+    unknown(a)
+    return a
+
+
+@pytest.mark.parametrize(
+    "function", [shortened, counted, listed, through_numpy, in_a_function_of_the_user]
+)
 def test_memory_knows_what_no_first_argument_tells(function):
     module = captured(function, torch.randn(4, 4))
     memory, nodes = Memory(module.graph), {n.name: n for n in module.graph.nodes}

@@ -201,6 +201,17 @@ def reasons(function, *inputs, option="always", **more):
     return seen.declined(), result
 
 
+def test_a_template_that_was_changed_did_not_stay():
+    gemm, x, w = GEMMFwdOp(), torch.randn(4, 8), torch.randn(5, 8)
+    for function, rows, kind in (
+        (lambda x, w: gemm(x, w).relu() * 2, 4, "fused"),
+        (lambda x, w: gemm(x, w), 1, "inlined"),
+    ):
+        run, seen = rewritten(function, "always")
+        run(x[:rows], w)
+        assert [event.kind for event in seen.report.events] == [kind]
+
+
 def test_templates_random_ops_and_autocast_stay():
     gemm, drop, norm = GEMMFwdOp(), DropoutFwdOp(0.5), RMSNormFwdOp(8)
     x = torch.randn(8, 8)

@@ -26,7 +26,13 @@ OPTION = "tileops.fusion"
 """The one option that is ours; all others are Inductor's."""
 AUTOTUNE = ("max_autotune", "max_autotune_gemm")
 """Inductor's options, given or implied by the mode, under which it times templates of its own."""
-PASSES = ("substitution:substitute", "placement:place", "epilogues:take", "products:unroll")
+PASSES = (
+    "substitution:substitute",
+    "placement:place",
+    "epilogues:take",
+    "products:unroll",
+    "placement:conclude",
+)
 """In order; each takes the ``Rewrite``."""
 
 

@@ -326,13 +326,18 @@ class Memory:
                 ]
             )
         name = _name(target)
-        if isinstance(target, torch._ops.HigherOrderOperator):
+        module = getattr(target, "__module__", None) or ""
+        if (
+            name is None
+            or isinstance(target, torch._ops.HigherOrderOperator)
+            or module.startswith("torch._dynamo")  # numpy's functions and methods
+        ):
             return storages(node.all_input_nodes)  # what it does with its arguments is not known
         if name in _STATE:
             return storages(_state(node, name))
-        if name is not None and _writes(node, name):
+        if _writes(node, name):
             return storages([node.args[:1], node.kwargs.get("out")])
-        if idle(node) or (name is not None and _plain(name) in _VIEWS):
+        if idle(node) or _plain(name) in _VIEWS:
             return frozenset()
         return _returns_argument(node)  # silu(x, inplace=True)
 

@@ -24,7 +24,7 @@ from tileops.fusion.graph import Edit, tensors_of, value_of
 from tileops.fusion.policies import policy_of
 from tileops.fusion.rewrite import Rewrite
 
-__all__ = ["Call", "call_of", "place"]
+__all__ = ["Call", "call_of", "conclude", "place"]
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,9 @@ def place(rewrite: Rewrite) -> None:
     calls = [call for node in rewrite.graph.nodes if (call := call_of(node)) is not None]
     able: list[Call] = []
     for call in calls:
+        if call.entry.kind == "template":
+            rewrite.templates[call.node] = call.name
+            continue
         reason = _unable(call, rewrite)
         if reason:
             rewrite.report.add("declined", call.node, call.name, reason=reason)
@@ -109,11 +112,18 @@ def place(rewrite: Rewrite) -> None:
             rewrite.report.add("declined", call.node, call.name, reason=reason)
 
 
+def conclude(rewrite: Rewrite) -> None:
+    """Say of the templates that no pass has changed or spoken of that they stay."""
+    said = {data["node"] for kind in ("declined", "fused") for data in rewrite.report.of(kind)}
+    for node in rewrite.graph.nodes:
+        if node in rewrite.templates and node.name not in said:
+            name = rewrite.templates[node]
+            rewrite.report.add("declined", node, name, reason="a template keeps its kernel")
+
+
 def _unable(call: Call, rewrite: Rewrite) -> str:
     """Why a call cannot be inlined, whatever is wanted."""
     entry = call.entry
-    if entry.kind == "template":
-        return "a template keeps its kernel"
     if type(call.op).decomposition is None:
         return "it has no decomposition"
     if type(call.op).random:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from tileops.engine import record
+from tileops.engine.manifest.catalog import package_root
 from tileops.engine.record import Event
 
 __all__ = ["Report", "last_report"]
@@ -56,8 +59,11 @@ def _line(event: Event) -> str:
     return f"{event.kind} {event.data['op']} ({', '.join([event.data['node'], *more])}) {place}".rstrip()
 
 
+_LIBRARIES = tuple(f'File "{root}/' for root in (package_root(), Path(torch.__file__).parent))
+
+
 def _of_user(frame: str) -> bool:
-    return "tileops_generated" not in frame and "/tileops/" not in frame
+    return "tileops_generated" not in frame and not frame.startswith(_LIBRARIES)
 
 
 def last_report() -> Report | None:

@@ -33,6 +33,8 @@ class Rewrite:
     report: Report = field(default_factory=Report)
     inlined: list[tuple[Op, torch.device]] = field(default_factory=list)
     """Ops that the caller wrote and that have become code: it serves where in-tree kernels would."""
+    templates: dict[Node, str] = field(default_factory=dict)
+    """Calls of template ops before what follows them was looked at, with their classes' names."""
     substituted: set[Node] = field(default_factory=set)
     """Calls of ops where the caller wrote plain PyTorch: as code they are that again."""
 
