@@ -273,6 +273,18 @@ def test_columns_of_a_square_are_no_rows(name):
     torch.testing.assert_close(run(x, w), SQUARES[name](x, w))
 
 
+def test_a_long_chain_of_products_is_left():
+    def function(x, w):
+        for _ in range(600):
+            x = x * w
+        return F.linear(x, w[None])
+
+    x, w = torch.randn(8, 8), torch.rand(8)
+    run, seen = rewritten(function, "always", ONLY)
+    torch.testing.assert_close(run(x, w), function(x, w))
+    assert not seen.substituted()
+
+
 def cast_alone(x, w):
     with torch.no_grad():
         a = x.float()

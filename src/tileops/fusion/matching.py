@@ -31,6 +31,8 @@ __all__ = ["Binding", "Matcher", "label"]
 SPARE = 2
 """Summands beyond those of a meaning that are looked at, to say what is too much. Each layer of a model
 adds to a stream: without a limit its last sum would be opened down to the first."""
+DEEPEST = 16
+"""How many products in a row are taken apart: a chain of them may be as long as a model."""
 STEPS = 4000
 """What one attempt may cost before it is given up: products of many factors have many orders."""
 CLOSE = 1e-6
@@ -160,6 +162,7 @@ class Matcher:
         have: list[tuple[Expr, float]],
         start: int,
         b: Binding,
+        depth: int = 0,
     ) -> Iterator[Binding]:
         """``wanted`` in the factors ``have``, of which those from ``start`` on may be taken apart."""
         self._steps += 1
@@ -173,16 +176,18 @@ class Matcher:
             if exponent == power:
                 left = have[:i] + have[i + 1 :]
                 for found in self._match(term, expr, b):
-                    yield from self._product(rest, coefficient, left, min(start, len(left)), found)
+                    yield from self._product(
+                        rest, coefficient, left, min(start, len(left)), found, depth
+                    )
         if power == 1 and isinstance(term, Call):
             for factor, more, found in self._defined(term, b):
                 spelled = sorted([*more, *rest], key=lambda f: _rank(f[0]))
-                yield from self._product(spelled, coefficient * factor, have, start, found)
-        for i in range(start, len(have)):
+                yield from self._product(spelled, coefficient * factor, have, start, found, depth)
+        for i in range(start, len(have) if depth < DEEPEST else start):
             parts = _apart(*have[i])
             if parts is not None:
                 opened = self._merged(have[:i] + have[i + 1 :], parts[1])
-                yield from self._product(wanted, coefficient / parts[0], opened, i, b)
+                yield from self._product(wanted, coefficient / parts[0], opened, i, b, depth + 1)
         if not have:
             self.note(b, f"nothing stands for {_word(term)}")
         elif len(have) == 1 and b.score:
