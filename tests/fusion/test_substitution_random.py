@@ -79,7 +79,7 @@ def test_programs_that_nearly_mean_an_op(part, seed):
         inputs = [torch.randn(shape).to(dtype) for shape in (rows, rows, (8,), (8,))]
         try:
             expected = function(*(t.clone() for t in inputs))
-        except RuntimeError:
+        except (RuntimeError, IndexError):
             continue  # shapes that do not fit, a dtype that cannot be written
         run, seen = rewritten(function, "always", ONLY)
         results = run(*(t.clone() for t in inputs))
