@@ -338,6 +338,8 @@ def test_nan_and_infinity_everywhere(name, argument, value, seed):
         pytest.skip(
             "torch.group_norm multiplies the mean by the weight too: infinity less infinity"
         )
+    if "LayerNorm" in name and argument in ("weight", "scale", "gate") and math.isinf(value):
+        pytest.skip("whether an element is the mean, and its result NaN, is a matter of rounding")
     if (name == "GELUFwdOp" and value > 0) or (name == "GEMMEpilogueFwdOp" and math.isinf(value)):
         pytest.skip("torch 2.13's vectorised gelu gives NaN for infinity on the CPU")
     check(op, {**inputs, argument: torch.full_like(tensor, value)})

@@ -18,6 +18,12 @@ from tileops.cli import main
 EAGER = ["--backend", "eager"]
 
 
+@pytest.fixture(autouse=True)
+def own_path(monkeypatch):
+    """The command puts a script's folder first, for good: its process is the script's."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
 def run(function, *options):
     return main(["explain", f"{golden.__file__}:{function}", *options])
 
