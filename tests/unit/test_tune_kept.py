@@ -109,7 +109,9 @@ def test_a_choice_is_timed_once_and_kept(op):
     assert op.last_call.kernel != "slow"
     chosen = op.last_call.kernel
     (reason,) = (reason for name, reason in op.last_call.refused if name == "slow")
-    assert float(reason.removeprefix("tuned: ").split()[0]) >= 2000  # µs: it sleeps as long, or longer
+    assert (
+        float(reason.removeprefix("tuned: ").split()[0]) >= 2000
+    )  # µs: it sleeps as long, or longer
     assert call(op, x) == ([], chosen)
     assert len(choices()) == 1
     # Another process: plans are gone, the choice is not.
