@@ -118,6 +118,11 @@ def interrupted(x, w):
     return torch.relu(torch.relu(x * 2) @ w)
 
 
+def joins(x, w):
+    """Both halves are written where the product reads them."""
+    return torch.cat([x[:, 4:] * 2, x[:, :4] + 1], 1) @ w
+
+
 def writes_input(x):
     """The write to ``x`` must reach the caller: one copy remains."""
     x.add_(1)
@@ -205,3 +210,10 @@ def masks(x):
 def chooses(x):
     """Both branches are compiled, and one of them runs."""
     return torch.cond(x.sum() > 0, lambda x: x.sin() + 1, lambda x: x.cos() - 1, (x,))
+
+
+def passes_through_memory(x, w):
+    """Each row of the second softmax needs all of the first, so a value goes through memory from kernel to
+    kernel; what is on two sides of the product could be one kernel in no way."""
+    y = x.softmax(0).softmax(1)
+    return torch.relu(torch.relu(y * 2) @ w) + y

@@ -346,6 +346,19 @@ def test_neighbours_apart():
     assert (["relu", "mul"], ["mm"]) in pairs
     assert (["mm"], ["relu_1"]) in pairs
     assert all(each.reason for each in lowered.unfused)
+    assert {each.relation for each in lowered.unfused} == {"opaque"}
+    assert report.unfused == []  # nobody could mend it
+
+
+def test_parts_of_one_tensor_need_no_kernel_of_their_own():
+    """The joining of halves that one kernel writes; what reads the whole is the library's product."""
+    report = tileops.explain(golden.joins, torch.randn(8, 8), torch.randn(8, 8))
+    (lowered,) = report.compilations[0].inductor
+    made, product = lowered.kernels
+    assert [group.nodes for group in made.groups if not group.nodes] == []
+    assert (made.kind, product.kind) == ("pointwise", "extern")
+    assert len(product.groups) == 1
+    assert {each.relation for each in lowered.unfused} == {"opaque"}
 
 
 def test_kernels_that_only_change_inputs():
