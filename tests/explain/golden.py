@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from tileops.elementwise import ReLUFwdOp
+
 
 def whole(x):
     """No break: one graph of three operations."""
@@ -217,3 +219,23 @@ def passes_through_memory(x, w):
     kernel; what is on two sides of the product could be one kernel in no way."""
     y = x.softmax(0).softmax(1)
     return torch.relu(torch.relu(y * 2) @ w) + y
+
+
+def keeps_several(x, w):
+    """Backward needs values of three widths, of which some are cheap to make again."""
+    y = torch.exp(x @ w)
+    mask = y > 1
+    z = torch.cos(torch.sin(x.half()).t())
+    return torch.where(mask, y, y.bfloat16().sigmoid().float()).sum() + z.float().sum()
+
+
+relu = ReLUFwdOp(inplace=True)
+
+
+def written_by_an_op(x):
+    """An op of this library writes to a temporary and to the input: each has a functional form, and the
+    second leaves a copy."""
+    y = x * 2
+    relu(y)
+    relu(x)
+    return y + x

@@ -6,6 +6,8 @@ import inspect
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
 
 import tileops
 from tests.explain import golden
@@ -269,6 +271,25 @@ def test_writes_as_they_are_written():
     assert {each.at.text.split(" ")[0] for each in made.decompositions} == {"y[1:]", "y[::2,"}
 
 
+def test_writes_by_an_op_of_this_library():
+    x = torch.tensor([-1.0, 2.0])
+    report = tileops.explain(golden.written_by_an_op, x)
+    assert x.tolist() == [0, 2]
+    made = report.compilations[0].normalisation
+    operator = "tileops.elementwise_relu_fwd_writes_input"
+    assert [(each.before, each.copy) for each in made.rewrites] == [
+        (f"{operator}(y)", False),
+        (f"{operator}(l_x_)", True),
+    ]
+    texts = ["relu(y)", "relu(x)"]
+    assert [each.at.text for each in made.rewrites] == texts
+    assert all(f"torch.ops.{operator}.default" in each.after[0] for each in made.rewrites)
+    assert len(made.copies) == 1
+    assert made.decompositions == []
+    written = [k for k in report.compilations[0].inductor[0].kernels if operator in k.name]
+    assert [kernel.bytes for kernel in written] == [2 * 8, 2 * 8]  # read and written
+
+
 def test_another_name_is_no_decomposition():
     report = tileops.explain(golden.names_operators, torch.randn(4), backend="aot_eager")
     assert report.compilations[0].normalisation.decompositions == []
@@ -300,6 +321,32 @@ def test_saved():
     saved = {kept.target: kept.bytes for kept in part.saved}
     assert saved["aten.exp"] == 8 * 4 * 4
     assert "aten.mm" not in [kept.target for kept in part.recomputed]
+
+
+def test_bytes_of_what_is_kept():
+    """Against what autograd's node really holds, and the sizes that the partitioned graphs give."""
+    made = {}
+
+    def seen(graph, inputs):
+        made.update((node.name, node.meta["val"]) for node in graph.graph.nodes if "val" in node.meta)
+        return make_boxed_func(graph.forward)
+
+    def nbytes(value):
+        return value.numel() * value.element_size()
+
+    partitioned = aot_autograd(
+        fw_compiler=seen, bw_compiler=seen, partition_fn=min_cut_rematerialization_partition
+    )
+    x, w = torch.randn(8, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True)
+    report = tileops.explain(golden.keeps_several, x, w, backend=partitioned)
+    part = report.compilations[0].normalisation.partition
+    held = report.result.grad_fn.saved_tensors
+    assert sorted(each.bytes for each in part.saved) == sorted(map(nbytes, held))
+    assert part.saved_bytes == sum(map(nbytes, held))
+    assert len(part.recomputed) > 2
+    for each in part.recomputed:
+        assert each.bytes == nbytes(made[each.name]), each
+    assert part.save_all_bytes > part.saved_bytes
 
 
 def test_training_with_what_backward_may_overwrite():

@@ -29,7 +29,7 @@ __all__ = [
     "compile_place", "compiled_times", "computed_table", "differentiated", "differentiated_so_far",
     "generated_names", "global_state", "is_torch_file", "key_set", "launched_with", "library", "limit",
     "memory_gbps", "node_stacks", "on_autotune", "plain_of", "profiled", "recompiled_frame",
-    "redispatch", "span", "tapped", "untouched",
+    "redispatch", "span", "tapped", "untouched", "written_arguments",
 ]  # fmt: skip
 
 TRACE = "torch.__trace"
@@ -213,6 +213,24 @@ def computed_table(operator: str) -> str | None:
         return torch._C._dispatch_dump_table(operator) or None
     except RuntimeError:
         return None
+
+
+@_adapter
+def written_arguments(target: str) -> dict[int, str]:
+    """Places and names of the arguments that an operator such as ``torch.ops.aten.add_.Tensor`` writes;
+    none of one that is not registered."""
+    found: Any = torch
+    for name in target.split(".")[1:]:
+        found = getattr(found, name, None)
+    if isinstance(found, torch._ops.OpOverloadPacket):
+        found = getattr(found, found.overloads()[0])
+    if not isinstance(found, torch._ops.OpOverload):
+        return {}
+    arguments = found._schema.arguments
+    return {
+        number: each.name for number, each in enumerate(arguments)
+        if each.alias_info and each.alias_info.is_write and not each.kwarg_only
+    }  # fmt: skip
 
 
 @_adapter
