@@ -239,3 +239,22 @@ def written_by_an_op(x):
     relu(y)
     relu(x)
     return y + x
+
+
+# fmt: off
+def loops_on_one_line(x):
+    """Five, three and two rounds on lines of their own; two generators; a loop over a list that another
+    makes; one that ends early, one that never runs; a ``while`` that nobody can count."""
+    for i in range(5): x = x * i  # noqa: E701
+    parts = [x + i for i in range(3)]
+    total = sum(part * 2 for part in parts[:2])
+    pairs = {(i, j): a - b for i, a in enumerate(parts) for j, b in enumerate(parts[1:])}
+    for i in [2 * k for k in range(4)]: x = x + i  # noqa: E701
+    for i in range(9):
+        if i == 6:
+            break
+    for i in range(0): x = x + i  # noqa: E701
+    n = 0
+    while n < 2: x, n = x + 1, n + 1  # noqa: E701
+    return x, total, pairs[2, 1]
+# fmt: on

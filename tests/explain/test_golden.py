@@ -102,6 +102,26 @@ def test_loops_by_how_often_they_run():
     }
 
 
+def test_loops_on_one_line():
+    report = tileops.explain(golden.loops_on_one_line, torch.randn(4), backend="eager")
+    only = report.compilations[0]
+    assert [(loop.at.text.split("  #")[0], loop.times) for loop in only.loops] == [
+        ("for i in range(5): x = x * i", 5),
+        ("for i in range(3)", 3),
+        ("for part in parts[:2]", 2),
+        ("for (i, a) in enumerate(parts)", 3),
+        ("for (j, b) in enumerate(parts[1:])", 6),
+        ("for i in [2 * k for k in range(4)]: x = x + i", 4),
+        ("for k in range(4)", 4),
+        ("for i in range(9):", 7),
+        ("while n < 2: x, n = x + 1, n + 1", None),
+    ]
+    numbers = [loop.at.number for loop in only.loops]
+    assert numbers[0] == line_of(golden.loops_on_one_line, "range(5)")
+    assert numbers == sorted(numbers)
+    assert "<listcomp>" not in [each.function for each in only.inlined]
+
+
 def test_loop_is_counted_once_though_traced_twice():
     report = tileops.explain(golden.unrolls_and_prints, torch.randn(4), backend="eager")
     assert [loop.times for loop in report.compilations[0].loops] == [3]
@@ -328,7 +348,9 @@ def test_bytes_of_what_is_kept():
     made = {}
 
     def seen(graph, inputs):
-        made.update((node.name, node.meta["val"]) for node in graph.graph.nodes if "val" in node.meta)
+        made.update(
+            (node.name, node.meta["val"]) for node in graph.graph.nodes if "val" in node.meta
+        )
         return make_boxed_func(graph.forward)
 
     def nbytes(value):
