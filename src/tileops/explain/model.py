@@ -37,6 +37,8 @@ __all__ = [
     "Unknown",
 ]  # fmt: skip
 
+EVERYTHING = "every stage"
+"""What is unknown where nothing was compiled."""
 FORMAT = 1
 """Goes up when a field changes its meaning or goes."""
 
@@ -345,6 +347,11 @@ class Report:
     """Text of the user's files that lines point to."""
     result: Any = field(default=None, repr=False, compare=False)
     """What the explained function returned; not in JSON."""
+
+    @property
+    def nothing(self) -> str | None:
+        """Why nothing was compiled, so that there is nothing to show; None where something was."""
+        return next((each.why for each in self.unknown if each.what == EVERYTHING), None)
 
     @property
     def breaks(self) -> list[Break]:

@@ -20,13 +20,13 @@ from tileops.explain.collect.measure import UNMEASURED
 from tileops.explain.collect.nodes import read_eager, read_nodes
 from tileops.explain.collect.normalise import STAGES, read_normalisation
 from tileops.explain.collect.run import read_caches, read_cuda_graphs, read_own_caches, read_phases
-from tileops.explain.model import Compilation, Graph, Line, Report, Unknown
+from tileops.explain.model import EVERYTHING, Compilation, Graph, Line, Report, Unknown
 
 _RESUME = re.compile(r"^torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line>\d+)$")
 
 
-def assemble(report: Report, heard: Events, *, cuda_graphs: bool | None) -> None:
-    """Fill ``report`` with what was seen."""
+def assemble(report: Report, heard: Events, *, cuda_graphs: bool | None, versions: int) -> None:
+    """Fill ``report`` with what was seen. ``versions``: compiled ones that the function had before."""
     recorded = heard.recorded
     groups = _by_compilation(heard.seen)
     pieces = [(_compilation(group, cuda_graphs, heard.told_rounds), group) for group in groups]
@@ -49,6 +49,9 @@ def assemble(report: Report, heard: Events, *, cuda_graphs: bool | None) -> None
     report.caches = read_own_caches(recorded)
     report.sources = _sources(report)
     report.unknown = _unknown(report)
+    if not report.compilations:
+        why = _nothing(traced=bool(groups), versions=versions)
+        report.unknown.insert(0, Unknown(EVERYTHING, why))
 
 
 def _by_compilation(events: list[Event]) -> list[list[Event]]:
@@ -224,15 +227,27 @@ def _sources(report: Report) -> dict[str, str]:
     return found
 
 
+def _nothing(*, traced: bool, versions: int) -> str:
+    """Why there is no compilation."""
+    if private.switched_off():
+        return "torch.compile is switched off, by torch._dynamo.config.disable or its environment variable"
+    if traced:
+        return "Dynamo read the function and found no work on tensors"
+    if versions:
+        return (
+            "the function was compiled before, and one of its versions served the call. Explain it before "
+            "its first call, or after torch._dynamo.reset(), which forgets them"
+        )
+    return (
+        "nothing that was called is compiled code, or a version compiled before served it. Call what "
+        "torch.compile returns; torch._dynamo.reset() forgets versions; torch.compiler.disable keeps a "
+        "function out"
+    )
+
+
 def _unknown(report: Report) -> list[Unknown]:
     lowered = [each for one in report.compilations for each in one.inductor]
     found = [Unknown(what, why) for what, why in private.missing.items()]
-    if not report.compilations:
-        why = (
-            "no call compiled: compiled before (torch._dynamo.reset() forgets it), or no tensor work, or "
-            "torch.compile is disabled"
-        )
-        found.append(Unknown("every stage", why))
     if any(each.kernels and each.unfused is None for each in lowered):
         why = (
             "the code came from a cache: nothing was scheduled or timed. Explain with a cold cache."

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tileops.explain.model import (
+    EVERYTHING,
     Break,
     Compilation,
     Guards,
@@ -75,6 +76,9 @@ def _first_line(text: str) -> str:
 def _summary(report: Report) -> Iterable[str]:
     kernels = [k for one in report.compilations for each in one.inductor for k in each.kernels]
     yield f"{report.title or 'compiled code'}  (torch {report.torch}, {report.device})"
+    if report.nothing:
+        yield f"  NOTHING WAS COMPILED: {report.nothing}."
+        return
     yield (
         f"  {_count(len(report.graphs), 'graph')}, {_count(len(report.breaks), 'break')}, "
         f"{_count(len(report.recompiles), 'recompilation')}, {_count(len(kernels), 'kernel launch')}"
@@ -319,4 +323,5 @@ def _rest(report: Report) -> Iterable[str]:
     for op in report.eager_ops:
         yield from _op(op)
     for each in report.unknown:
-        yield f"unknown: {each.what}: {each.why}"
+        if each.what != EVERYTHING:  # it stands at the top
+            yield f"unknown: {each.what}: {each.why}"
