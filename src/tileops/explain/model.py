@@ -282,11 +282,13 @@ class OpNode:
 
 @dataclass
 class NearMiss:
-    """Plain PyTorch that is nearly an op of this library, or an op that might have been rewritten."""
+    """Plain PyTorch that is an op of this library, or nearly is one, and stays what it is."""
 
     op: str
     at: Line | None
     reason: str
+    means_it: bool
+    """It means the op, and rewriting it would not pay or is not wanted; else it means something else."""
 
 
 # ---- the whole -----------------------------------------------------------------------------------

@@ -304,8 +304,9 @@ def _op(op: OpNode) -> Iterable[str]:
 
 def _near(one: Compilation) -> Iterable[str]:
     for miss in one.near_misses:
-        yield f"  nearly {miss.op}: {_code(miss.at)}"
-        yield f"    {miss.reason}"
+        what = f"is {miss.op}, left alone" if miss.means_it else f"nearly {miss.op}"
+        yield f"  {what}: {_code(miss.at)}"
+        yield f"    because: {miss.reason}"
 
 
 def _rest(report: Report) -> Iterable[str]:
