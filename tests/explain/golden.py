@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tileops.elementwise import ReLUFwdOp
 
@@ -258,3 +259,9 @@ def loops_on_one_line(x):
     while n < 2: x, n = x + 1, n + 1  # noqa: E701
     return x, total, pairs[2, 1]
 # fmt: on
+
+
+def checkpointed(x, w):
+    """The product and what follows are computed again, and each has this line."""
+    h = checkpoint(lambda a: torch.relu(a @ w).sin(), x, use_reentrant=False)
+    return h.sum()

@@ -245,9 +245,22 @@ def _nothing(*, traced: bool, versions: int) -> str:
     )
 
 
+def _without_lines(one: Compilation) -> bool:
+    """Of a module of torch's own, compiled by itself."""
+    nodes = [n for n in one.capture.nodes if n.opcode.startswith("call")] if one.capture else []
+    foreign = one.at is not None and private.is_torch_file(one.at.file)
+    return foreign and any(node.line is None for node in nodes)
+
+
 def _unknown(report: Report) -> list[Unknown]:
     lowered = [each for one in report.compilations for each in one.inductor]
     found = [Unknown(what, why) for what, why in private.missing.items()]
+    if any(_without_lines(one) for one in report.compilations):
+        why = (
+            "torch keeps none for its own modules where no code of the user's stands round them: explain a "
+            "function that calls the module"
+        )
+        found.append(Unknown("the user's lines of some nodes", why))
     if any(each.kernels and each.unfused is None for each in lowered):
         why = (
             "the code came from a cache: nothing was scheduled or timed. Explain with a cold cache."

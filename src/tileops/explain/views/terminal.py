@@ -217,7 +217,8 @@ def _normalisation(made: Normalisation | None) -> Iterable[str]:
         yield f"    saved for backward: {size(part.saved_bytes)} (all that it reads: {everything})"
         for name, kept in (("save", part.saved), ("recompute", part.recomputed)):
             for each in kept:
-                place = _where(each.at) if each.at else "an input"
+                given = each.at is None and each.name == each.target
+                place = "an input" if given else _where(each.at)
                 yield f"      {name} {each.name} = {each.target}, {size(each.bytes)}  {place}"
 
 
