@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
@@ -33,6 +35,13 @@ def three_breaks(x):
 @torch.compiler.disable
 def hidden(y):
     return y - 1
+
+
+def waits(x):
+    """One break, by a builtin that torch cannot see into."""
+    y = x * 2
+    time.sleep(0)
+    return y + 1
 
 
 class Loud:

@@ -70,6 +70,12 @@ def test_three_breaks():
     assert len(report.graphs) == 4
 
 
+def test_a_builtin_that_nobody_disabled():
+    report = tileops.explain(golden.waits, torch.randn(4), backend="eager")
+    assert [each.kind for each in report.breaks] == ["builtin"]
+    assert "disable" not in report.breaks[0].advice
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_branch_on_data(sign):
     report = tileops.explain(golden.branches, sign * torch.ones(4, 4), backend="eager")

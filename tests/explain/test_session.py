@@ -238,6 +238,18 @@ def test_terminal(capsys):
     assert max(map(len, shown.splitlines())) <= 100
 
 
+def test_terminal_shows_who_called_what_breaks(capsys):
+    report = tileops.explain(golden.breaks_below, torch.randn(4, 4), backend="eager")
+    report.show("breaks", width=200)
+    shown = capsys.readouterr().out
+    number = line_of(golden.breaks_below, "return")
+    assert f"called from: golden.py:{number}\n" in shown
+    assert report.breaks[0].at.text == 'print("loud")'
+    assert (
+        shown.count("called from") == 1
+    )  # the callee, which is compiled too, is called by the function
+
+
 def test_further_calls_and_what_each_compiled():
     then = [(torch.randn(5, 4),), (torch.randn(6, 4),), (torch.randn(4, 4).double(),)]
     x = torch.randn(4, 4)

@@ -203,10 +203,11 @@ def _whole_paths(one: Compilation) -> None:
 def _plain_names(one: Compilation) -> None:
     """The rest of a function after a break is that function to its author."""
     graphs = [one.capture, *(one.normalisation.graphs if one.normalisation else ())]
-    for graph in graphs:
-        for node in graph.nodes if graph else ():
-            if node.line and (resumed := _RESUME.match(node.line.function)):
-                node.line.function = resumed["name"]
+    lines = [node.line for graph in graphs for node in (graph.nodes if graph else ())]
+    lines += [line for each in one.breaks for line in (each.at, *each.stack)]
+    for line in lines:
+        if line and (resumed := _RESUME.match(line.function)):
+            line.function = resumed["name"]
 
 
 def _sources(report: Report) -> dict[str, str]:

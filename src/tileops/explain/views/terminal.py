@@ -97,7 +97,7 @@ def _summary(report: Report) -> Iterable[str]:
 def _compilation(one: Compilation, shown: Sequence[str]) -> list[str]:
     parts = {
         "capture": lambda: _capture(one),
-        "breaks": lambda: [line for each in one.breaks for line in _break(each)],
+        "breaks": lambda: [line for each in one.breaks for line in _break(each, one)],
         "guards": lambda: [*_recompile(one.recompile), *_guards(one.guards)],
         "aten": lambda: _normalisation(one.normalisation),
         "inductor": lambda: [line for each in one.inductor for line in _inductor(each)],
@@ -127,9 +127,14 @@ def _capture(one: Compilation) -> Iterable[str]:
         yield f"    unrolled {times}  {_code(loop.at)}"
 
 
-def _break(each: Break) -> Iterable[str]:
+def _break(each: Break, one: Compilation) -> Iterable[str]:
     yield f"  Break ({each.kind}): {_code(each.at)}"
     yield f"    {each.reason}"
+    own = [i for i, line in enumerate(each.stack) if line.function == one.function]
+    if (
+        calls := each.stack[own[-1] : -1] if own else []
+    ):  # who called the function is not its affair
+        yield f"    called from: {' → '.join(map(_where, calls))}"
     if each.crossing is not None:
         values = ", ".join(
             f"{n.name} {n.dtype or ''} {n.shape or ''} {size(n.bytes)}" for n in each.crossing
