@@ -70,6 +70,12 @@ def test_three_breaks():
     assert len(report.graphs) == 4
 
 
+def test_a_builtin_that_nobody_disabled():
+    report = tileops.explain(golden.waits, torch.randn(4), backend="eager")
+    assert [each.kind for each in report.breaks] == ["builtin"]
+    assert "disable" not in report.breaks[0].advice
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_branch_on_data(sign):
     report = tileops.explain(golden.branches, sign * torch.ones(4, 4), backend="eager")
@@ -348,6 +354,38 @@ def test_saved():
     saved = {kept.target: kept.bytes for kept in part.saved}
     assert saved["aten.exp"] == 8 * 4 * 4
     assert "aten.mm" not in [kept.target for kept in part.recomputed]
+
+
+def test_lines_and_inputs_of_what_a_checkpoint_computes_again(capsys):
+    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    report = tileops.explain(golden.checkpointed, x, w, training=True, backend=AOT)
+    (one,) = report.compilations
+    part = one.normalisation.partition
+    again = {each.target: each.at and each.at.number for each in part.recomputed}
+    number = line_of(golden.checkpointed, "checkpoint(")
+    assert again["aten.mm"] == again["aten.relu"] == number
+    for graph in one.normalisation.graphs:
+        lines = {n.target: n.line and n.line.number for n in graph.nodes}
+        assert lines.get("torch.ops.aten.cos.default", number) == number
+        assert lines.get("torch.ops.aten.mm.default", number) == number
+    report.show("aten", width=200)
+    shown = capsys.readouterr().out
+    assert "primals_1 = primals_1, 64 B  an input" in shown
+    assert "aten.mm, 64 B  golden.py" in shown
+
+
+def test_lines_that_torch_does_not_keep(capsys):
+    """A module of torch's own has no line of the user's, and what it computes is no input."""
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+    x = torch.randn(2, 4, requires_grad=True)
+    report = tileops.explain(layers, x, training=True, backend=AOT)
+    assert "the user's lines of some nodes" in [each.what for each in report.unknown]
+    report.show("aten", width=200)
+    shown = capsys.readouterr().out
+    saved = [line for line in shown.splitlines() if line.strip().startswith("save ")]
+    assert [line.endswith("an input") for line in saved] == ["primals" in line for line in saved]
+    report = tileops.explain(lambda x: layers(x), x, backend=AOT)
+    assert "the user's lines of some nodes" not in [each.what for each in report.unknown]
 
 
 def test_bytes_of_what_is_kept():
