@@ -342,32 +342,6 @@ def test_attention_is_left_to_inductor_unless_a_target_serves_it():
 # ---- what no op has ------------------------------------------------------------------------------
 
 
-def rotate_half(x):
-    return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), dim=-1)
-
-
-def rotate_every_two(x):
-    return torch.stack((-x[:, :, :, 1::2], x[:, :, :, ::2]), dim=-1).flatten(-2)
-
-
-@pytest.mark.parametrize(
-    ("rotate", "op"), [(rotate_half, "RoPENeoxPositionIdsFwdOp"), (rotate_every_two, "RoPEFwdOp")]
-)
-def test_rotation_by_tables_is_a_near_miss(rotate, op):
-    q, cos, sin = torch.randn(2, 3, 5, 8), torch.randn(2, 5, 8), torch.randn(2, 5, 8)
-
-    def function(q, cos, sin):
-        return (q * cos.unsqueeze(1)) + (rotate(q) * sin.unsqueeze(1))
-
-    assert near_miss(function, q, cos, sin) == {
-        op: "its cosines and sines come in tensors; this op makes its own of positions"
-    }
-    assert (
-        near_miss(lambda q, cos, sin: q * cos[:, None] + rotate(q + 1) * sin[:, None], q, cos, sin)
-        == {}
-    )
-
-
 def test_quantisation_of_rows_is_a_near_miss():
     def function(x):
         scale = x.abs().amax(-1, keepdim=True) / 127

@@ -86,10 +86,12 @@ class Named(Term):
 
 @dataclass(frozen=True)
 class Half(Term):
-    """The first or second half of a tensor along its last dim."""
+    """The first or second half of a tensor along its last dim; with ``layout``, the first or second entry
+    of each pair: as halves (``neox``) or side by side (``interleaved``)."""
 
     tensor: Tensor
     second: bool
+    layout: Number | None = None
 
 
 @dataclass(frozen=True)
@@ -148,8 +150,9 @@ class Pattern:
 
     meanings: tuple[Term, ...]
     """The fullest first: where inputs are optional, one with and one without."""
-    hint: Term
-    """What shows that the op may be meant. Where it is found and no meaning holds, the report says why."""
+    hint: Term | tuple[Term, ...]
+    """What shows that the op may be meant, or any of several. Where it is found and no meaning holds, the
+    report says why."""
     calls: tuple[str, ...] = ()
     """Functions of torch that hold the hint in themselves, such as ``rms_norm``."""
     params: Callable[[Found], Mapping[str, Any]] = _params
@@ -158,6 +161,9 @@ class Pattern:
     """Named steps that the op's further outputs stand for."""
     layout: tuple[int, ...] = ()
     """How the dims of what is found lie in the op's first output."""
+    leading: bool = False
+    """The op takes all dims but the last in any order, the same for its inputs, which broadcast. It is
+    given them in the order that they have in memory."""
     no_gain: str = ""
     """Why the op's own kernels are no faster than what it would replace: then only a target is."""
     absent: str = ""
@@ -179,9 +185,9 @@ def named(name: str, term: Term) -> Named:
     return Named(name, term)
 
 
-def half(of: Tensor, second: bool = False) -> Half:
-    """A half of a tensor."""
-    return Half(of, second)
+def half(of: Tensor, second: bool = False, layout: Number | None = None) -> Half:
+    """A half of a tensor, or one entry of each pair of its last dim."""
+    return Half(of, second, layout)
 
 
 def call(name: str, *arguments: Term, **attributes: Any) -> Call:

@@ -23,7 +23,7 @@ from tileops.engine.pattern import Pattern
 from tileops.engine.plan import in_tree_kernels
 from tileops.engine.select import select
 from tileops.engine.targets import device_facts
-from tileops.fusion.graph import fusable, tensors_of, value_of
+from tileops.fusion.graph import fusable, hint_of, tensors_of, value_of
 
 __all__ = [
     "ADVANTAGE",
@@ -118,15 +118,7 @@ def _outputs(node: Node) -> list[Node]:
 
 
 def _nbytes(value: Any) -> int:
-    return sum(_hint(t.numel()) * t.dtype.itemsize for t in tensors_of(value))
-
-
-def _hint(size: Any) -> int:
-    """A number for a size that may be symbolic; no guard comes of it."""
-    if isinstance(size, torch.SymInt):
-        hint = size.node.hint if size.node.has_hint() else None
-        return 1 << 20 if hint is None else int(hint)
-    return int(size)
+    return sum(hint_of(t.numel()) * t.dtype.itemsize for t in tensors_of(value))
 
 
 def one_row_pays(dtype: torch.dtype, length: int) -> str:
@@ -196,4 +188,4 @@ def epilogue_loses(
 def _spec(value: Any) -> TensorSpec | None:
     if value is None:
         return None
-    return TensorSpec.contiguous_of(tuple(map(_hint, value.shape)), value.dtype, value.device)
+    return TensorSpec.contiguous_of(tuple(map(hint_of, value.shape)), value.dtype, value.device)

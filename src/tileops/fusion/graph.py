@@ -20,6 +20,7 @@ __all__ = [
     "canonical",
     "difference",
     "fusable",
+    "hint_of",
     "idle",
     "is_pointwise",
     "storages",
@@ -40,6 +41,14 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]  # most are: a tree costs much more
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def hint_of(size: Any) -> int:
+    """A number for a size that may be symbolic; no guard comes of it."""
+    if isinstance(size, torch.SymInt):
+        hint = size.node.hint if size.node.has_hint() else None
+        return 1 << 20 if hint is None else int(hint)
+    return int(size)
 
 
 def difference(old: Any, new: Any) -> str:

@@ -12,16 +12,15 @@ from torch.fx import Node
 
 from tileops.engine.pattern import Call, Half, Named, Number, Product, Sum, Tensor, Term, call
 from tileops.fusion.graph import Memory, canonical, is_pointwise, value_of
+from tileops.fusion.primitives import entries_of, primitive
 from tileops.fusion.reading import (
     Expr,
     Made,
     cast_of,
     factors,
-    half_of,
     mean_of,
     number_of,
     origin,
-    primitive,
     stripped,
     summands,
 )
@@ -144,14 +143,16 @@ class Matcher:
         self.note(replace(b, score=b.score + 1), f"{name} is {places}")
 
     def _half(self, term: Half, expr: Expr, b: Binding) -> Iterator[Binding]:
-        found = half_of(expr)
+        found = entries_of(expr)
         if found is not None and found[1] is term.second:
-            yield from self._tensor(term.tensor.name, found[0], b)
-        else:
-            which = "second" if term.second else "first"
-            self.note(
-                b, f"{label(origin(expr))} is not the {which} half of {term.tensor.name}'s last dim"
-            )
+            source, _, layout = found
+            name = term.layout.name if term.layout is not None else ""
+            if b.numbers.get(name, layout if name else "neox") == layout:
+                known = _with(b, name, layout) if name else b
+                yield from self._tensor(term.tensor.name, source, known)
+                return
+        what = f"the {'second' if term.second else 'first'} half of {term.tensor.name}'s last dim"
+        self.note(b, f"{label(origin(expr))} is not {what}")
 
     # -- sums and products -----------------------------------------------------------------------
 

@@ -29,7 +29,15 @@ from tileops.engine.pattern import (
     Tensor,
     Term,
 )
-from tileops.fusion.graph import Edit, Modes, canonical, is_pointwise, tensors_of, value_of
+from tileops.fusion.graph import (
+    Edit,
+    Modes,
+    canonical,
+    hint_of,
+    is_pointwise,
+    tensors_of,
+    value_of,
+)
 from tileops.fusion.matching import Binding
 from tileops.fusion.reading import Expr, Made, equal_shapes, fixed, origin, transparent
 from tileops.fusion.rewrite import Rewrite
@@ -38,6 +46,7 @@ __all__ = ["Given", "Proof", "prove"]
 
 _REDUCTIONS = ("mean", "std", "sum", "var", "var_mean")
 _SUMS = ("add", "rsub", "sub")
+_JOINS = ("cat", "stack")
 
 
 @dataclass(frozen=True)
@@ -78,11 +87,10 @@ class Proof:
         if name is None:
             return None
         given = self.inputs[name]
-        if given.layout:
-            return edit.call(torch.permute, given.node, given.layout)
-        return (
-            given.node if given.shape is None else edit.call(torch.reshape, given.node, given.shape)
-        )
+        node = given.node
+        if given.shape is not None:
+            node = edit.call(torch.reshape, node, given.shape)
+        return edit.call(torch.permute, node, given.layout) if given.layout else node
 
 
 @dataclass(frozen=True)
@@ -95,8 +103,8 @@ class _Facts:
 
     def shape(self, name: str) -> tuple[Any, ...]:
         given = self.given[name]
-        shape = tuple(value_of(given.node).shape)
-        return tuple(shape[d] for d in given.layout) if given.layout else given.shape or shape
+        shape = given.shape or tuple(value_of(given.node).shape)
+        return tuple(shape[d] for d in given.layout) if given.layout else shape
 
     def equal(self, one: Any, other: Any) -> bool:
         return equal_shapes((one,), (other,))
@@ -121,6 +129,9 @@ def prove(rewrite: Rewrite, pattern: Pattern, meaning: Term, root: Node, b: Bind
         _check_shapes(root, region, b)
     _check_dtypes(root, region, b, set(named))
     _check_gradients(rewrite.modes, region | set(_skipped(given, b)))
+    layout = pattern.layout
+    if pattern.leading:
+        given, layout = _as_in_memory(given, value_of(root))
     outputs = [root, *(origin_node(b.named[name]) for name in pattern.outputs)]
     for node in outputs[1:]:
         if all(user in region for user in node.users):
@@ -134,9 +145,7 @@ def prove(rewrite: Rewrite, pattern: Pattern, meaning: Term, root: Node, b: Bind
         name: _settled(name, value)
         for name, value in pattern.params(_Facts(b.numbers, b.dims, given)).items()
     }
-    return Proof(
-        root, region, given, params, outputs, pattern.layout, anchor, _shared(region, outputs)
-    )
+    return Proof(root, region, given, params, outputs, layout, anchor, _shared(region, outputs))
 
 
 def _settled(name: str, value: Any) -> Any:
@@ -262,6 +271,27 @@ def _as_given(
     raise NoMatchError(f"{name} is {_short(types[-1])} and the result {_short(dtype)}")
 
 
+def _as_in_memory(
+    given: Mapping[str, Given], root: torch.Tensor
+) -> tuple[dict[str, Given], tuple[int, ...]]:
+    """Inputs with their leading dims in the order that the result has them in memory, and how the result's
+    dims lie in what the op makes of these."""
+    # Of two dims of one stride, one of size 1 is the inner one.
+    places = [
+        (-hint_of(stride), hint_of(n) == 1)
+        for n, stride in zip(root.shape, root.stride(), strict=True)
+    ]
+    order = (*sorted(range(root.dim() - 1), key=places.__getitem__), root.dim() - 1)
+    if order == tuple(range(root.dim())):
+        return dict(given), ()
+    found = {}
+    for name, one in given.items():
+        shape = one.shape or tuple(value_of(one.node).shape)
+        missing = (1,) * (root.dim() - len(shape))
+        found[name] = Given(one.node, (*missing, *shape) if missing else one.shape, order)
+    return found, tuple(order.index(d) for d in range(root.dim()))
+
+
 def _chain(expr: Expr) -> Iterator[Node]:
     """A node and what it is of, through dims of size 1 and casts that lose nothing."""
     assert isinstance(expr, Node)
@@ -293,10 +323,11 @@ def _check_shapes(root: Node, region: set[Node], b: Binding) -> None:
     full = tuple(value_of(root).shape)
     kept = full[: len(full) - b.dims] + (1,) * b.dims
     dropped = full[: len(full) - b.dims]
+    on_parts = _joined(region)
     core = region | {e for name, seen in b.tensors.items() for e in seen if _is_core(e, full)}
     for node in sorted(region):
         value = value_of(node)
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or node in on_parts:
             continue
         pointwise = is_pointwise(node) and canonical(node) != "to"
         if not pointwise and (not transparent(node) or canonical(node) == "to"):
@@ -309,6 +340,18 @@ def _check_shapes(root: Node, region: set[Node], b: Binding) -> None:
             other = value_of(source)
             if source in core and isinstance(other, torch.Tensor) and other.dim() != value.dim():
                 raise NoMatchError(f"{source.name} meets other dims in {node.name}")
+
+
+def _joined(region: set[Node]) -> set[Node]:
+    """The steps of which parts of a result come that are then joined."""
+    waiting = [s for n in region if canonical(n) in _JOINS for s in n.all_input_nodes]
+    found: set[Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node in region and node not in found:
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found
 
 
 def _is_core(expr: Expr, full: tuple[Any, ...]) -> bool:
@@ -357,7 +400,8 @@ def _last_sums(root: Node, region: set[Node]) -> set[Node]:
     waiting = [root]
     while waiting:
         node = waiting.pop()
-        if node in region and (canonical(node) in _SUMS or transparent(node)):
+        ends = canonical(node) in (*_SUMS, *_JOINS, "reshape") or transparent(node)
+        if node in region and ends:
             found.add(node)
             waiting += node.all_input_nodes
     return found
@@ -366,8 +410,9 @@ def _last_sums(root: Node, region: set[Node]) -> set[Node]:
 def _skipped(given: Mapping[str, Given], b: Binding) -> Iterator[Node]:
     """The casts and views between what is passed and the first step."""
     for name, seen in b.tensors.items():
+        known = set(_chain(given[name].node))
         for expr in seen:
-            yield from takewhile(lambda node: node is not given[name].node, _chain(expr))  # noqa: B023
+            yield from takewhile(lambda node: node not in known, _chain(expr))  # noqa: B023
 
 
 def _check_gradients(modes: Modes, region: set[Node]) -> None:

@@ -17,7 +17,7 @@ from torch.fx import Node
 from tileops.engine.errors import TileopsError
 from tileops.engine.manifest.entry import Branch
 from tileops.engine.op import Op
-from tileops.engine.pattern import NoMatchError, Number, Pattern, Product, Sum, Term
+from tileops.engine.pattern import Call, NoMatchError, Number, Pattern, Product, Sum, Term
 from tileops.fusion.cost import brings_nothing
 from tileops.fusion.graph import Edit, canonical, difference, is_pointwise, storages, value_of
 from tileops.fusion.matching import Matcher
@@ -60,7 +60,10 @@ class _Pass:
             return
         best: tuple[int, Known, Node, str] | None = None
         for one, pattern in self.known:
-            if name not in pattern.calls and not self._hinted(pattern.hint, name, node):
+            hints = pattern.hint if isinstance(pattern.hint, tuple) else (pattern.hint,)
+            if name not in pattern.calls and not any(
+                self._hinted(hint, name, node) for hint in hints
+            ):
                 continue
             score, where, reason = self._attempt(one, node)
             if not reason:
@@ -72,7 +75,7 @@ class _Pass:
             self.rewrite.report.add("near miss", where, one.entry.name, reason=reason)
 
     def _hinted(self, hint: Term, name: str, node: Node) -> bool:
-        if name not in _BEGINNINGS.get(type(hint), (getattr(hint, "name", ""),)):
+        if name not in _beginnings(hint):
             return False
         loose = Matcher(self.rewrite.memory, loose=True)
         return next(loose.matches(hint, node), None) is not None
@@ -166,6 +169,14 @@ _BEGINNINGS: dict[type, tuple[str, ...]] = {
     Product: ("mul", "div", "neg", "pow", "square", "sqrt", "rsqrt", "reciprocal", "silu"),
     Number: (),
 }
+_JOINING = ("cat", "reshape")
+
+
+def _beginnings(hint: Term) -> tuple[str, ...]:
+    """The names of the nodes at which a hint is looked for."""
+    if isinstance(hint, Call):
+        return _JOINING if hint.name == "join" else (hint.name,)
+    return _BEGINNINGS.get(type(hint), ())
 
 
 def _inputs(op: Op, proof: Proof) -> tuple[str | None, ...]:
