@@ -35,6 +35,7 @@ __all__ = [
     "brings_nothing",
     "epilogue_loses",
     "estimate",
+    "is_cpu",
     "one_row_pays",
     "slowly_wide",
 ]
@@ -158,8 +159,13 @@ def brings_nothing(entry: Entry, pattern: Pattern, device: str, gradient: bool) 
 
 # ---- epilogues of products -----------------------------------------------------------------------
 
-APART = "cublas_then_finish"
-"""The kernel that does what Inductor does: the library's product, then one kernel over its result."""
+APART = ("cublas_then_finish", "product_then_steps")
+"""The kernels that do what Inductor does: the library's product, then others over its result."""
+
+
+def is_cpu(device: torch.device) -> bool:
+    """Whether products are those of a CPU's libraries."""
+    return device_facts(device).type == "cpu"
 
 
 def epilogue_loses(
@@ -171,15 +177,13 @@ def epilogue_loses(
     symbolic sizes count as hinted.
     """
     facts = device_facts(device)
-    if facts.type != "cuda":
-        return f"on {facts.type} Inductor's code for what follows a product is as fast"
     call = CallSpec(
         type(op).__name__, SimpleNamespace(**op._params), {},
         {name: _spec(value) for name, value in inputs.items()},
         {name: _spec(value) for name, value in outputs.items()}, facts,
     )  # fmt: skip
     found = select(call, in_tree_kernels(type(op), facts.type))
-    if found.kernel.name != APART and not found.kernel.last_resort:
+    if found.kernel.name not in APART and not found.kernel.last_resort:
         return ""
     others = "; ".join(f"{name}: {why}" for name, why in found.refused)
     return f"the library's product and a kernel after it are as fast ({others})"
