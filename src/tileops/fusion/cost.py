@@ -37,6 +37,8 @@ __all__ = [
     "estimate",
     "one_row_pays",
     "slowly_wide",
+    "takes_groups",
+    "written_out_wins",
 ]
 
 ADVANTAGE = {"cuda": {"pointwise": 0.0, "reduction": 0.1}}
@@ -51,6 +53,18 @@ a loop of Inductor's than as the library's product: then the row that is multipl
 first cache. In float16 the library is faster, float64 was not measured."""
 ON_ONE_CORE = (torch.float32,)
 """Dtypes in which the library's product of one row takes one core, however many there are."""
+
+SCORES = {
+    ("cpu", False): 256 * 256,
+    ("cpu", True): 1024 * 1024,
+    ("cuda", False): 256 * 256,
+    ("cuda", True): 256 * 256,
+}
+"""By device and whether a gradient is asked for: scores of one head from which torch's attention is faster
+than Inductor's code for one that is written out."""
+
+FLASH_HEAD = 128
+"""Features of a head up to which FlashAttention is taken on every card, gradients included."""
 
 SLOW_IN_FLOAT64 = ("cuda",)
 """Where float64 costs so much that bytes no longer say what work costs."""
@@ -162,6 +176,32 @@ def brings_nothing(entry: Entry, pattern: Pattern, device: str, gradient: bool) 
     if ADVANTAGE.get(device, {}).get(entry.kind, 0.0) > 0.0:
         return ""
     return f"on {device} its own kernel is no faster than Inductor's code"
+
+
+# ---- attention -----------------------------------------------------------------------------------
+
+
+def written_out_wins(result: torch.Tensor, keys: Any) -> str:
+    """Why attention that is written out should stay so; '' where torch's function is faster. ``result``:
+    its fake value."""
+    device = result.device.type
+    if device == "cuda" and result.dtype.itemsize != 2:
+        return f"on cuda torch's attention may round {result.dtype} to TF32"
+    least = SCORES.get((device, result.requires_grad))
+    if least is None:
+        return f"on {device} torch's attention was not measured"
+    scores = _hint(result.shape[-2]) * _hint(keys)
+    if scores >= least:
+        return ""
+    return f"Inductor's code is faster for fewer than {least} scores a head, here {scores}"
+
+
+def takes_groups(result: torch.Tensor) -> bool:
+    """Whether torch's attention, without a mask, reads grouped heads uncopied, as FlashAttention does."""
+    if result.device.type == "cpu":
+        return True
+    flash = result.device.type == "cuda" and torch.backends.cuda.flash_sdp_enabled()
+    return flash and result.dtype.itemsize == 2 and result.shape[-1] <= FLASH_HEAD
 
 
 # ---- epilogues of products -----------------------------------------------------------------------
