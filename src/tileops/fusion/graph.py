@@ -64,6 +64,7 @@ def difference(old: Any, new: Any) -> str:
 _SYNONYMS = {
     "absolute": "abs",
     "bfloat16": "to",
+    "bool": "to",
     "clamp_max": "minimum",
     "clamp_min": "maximum",
     "concat": "cat",
@@ -73,6 +74,8 @@ _SYNONYMS = {
     "flatten": "reshape",
     "float": "to",
     "half": "to",
+    "int": "to",
+    "long": "to",
     "multiply": "mul",
     "negative": "neg",
     "softmax_": "softmax",

@@ -7,28 +7,35 @@ from torch.fx import Node
 from tileops.fusion.graph import canonical, value_of
 from tileops.fusion.reading import argument, equal_shapes, fixed, transparent
 
-__all__ = ["unspread", "unswapped"]
+__all__ = ["swapped", "unspread", "unswapped"]
 
 
 def unswapped(node: Node) -> tuple[Node, tuple[int, ...]]:
     """What a node is of before its dims were swapped, and which dim of that each of its dims is."""
     order = tuple(range(value_of(node).dim()))
-    while (swap := _swap(node)) is not None:
+    while (swap := swapped(node)) is not None:
         node, places = swap
         order = tuple(places[d] for d in order)
     return node, order
 
 
-def _swap(node: Node) -> tuple[Node, list[int]] | None:
+def swapped(node: Node) -> tuple[Node, list[int]] | None:
+    """Of what a node is with its dims in another order, and which dim of that each of its dims is."""
     name, source = canonical(node), argument(node, 0, "input", "self")
-    if name not in ("mT", "permute", "transpose") or not isinstance(source, Node):
+    if name not in ("getattr", "permute", "t", "transpose") or not isinstance(source, Node):
         return None
-    rank = value_of(node).dim()
+    rank = value_of(source).dim()
     places = list(range(rank))
     if name == "permute":
         dims = node.args[1:] if len(node.args) > 2 else argument(node, 1, "dims")
         return source, [d % rank for d in dims]
-    one, other = (-1, -2) if name == "mT" else (argument(node, n, f"dim{n - 1}") for n in (1, 2))
+    one, other = -1, -2
+    if name == "transpose":
+        one, other = (argument(node, n, f"dim{n - 1}") for n in (1, 2))
+    elif rank < 2 or (
+        name == "getattr" and node.args[1] not in (("mT", "T") if rank == 2 else ("mT",))
+    ):
+        return None
     places[one], places[other] = places[other], places[one]
     return source, places
 

@@ -204,7 +204,7 @@ def _shared(region: set[Node], outputs: list[Node]) -> Node | None:
             node
             for node in sorted(region)
             if node not in outputs
-            and (is_pointwise(node) or canonical(node) in _REDUCTIONS)
+            and (is_pointwise(node) or canonical(node) in (*_REDUCTIONS, "matmul", "softmax"))
             and canonical(node) != "to"
             and any(user not in region for user in node.users)
         ),

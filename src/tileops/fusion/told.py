@@ -12,6 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from tileops.fusion.graph import Memory, canonical, value_of
+from tileops.fusion.heads import swapped
 from tileops.fusion.positions import (
     WHOLE,
     Affine,
@@ -241,22 +242,13 @@ def _reshaped(told: Told, node: Node) -> Value | None:
 
 
 def _permuted(told: Told, node: Node) -> Value | None:
-    source, name = argument(node, 0, "input", "self"), canonical(node)
-    rank = value_of(source).dim()
-    order = list(range(rank))
-    if name == "transpose":
-        one, other = (argument(node, n, f"dim{n - 1}") for n in (1, 2))
-        order[one], order[other] = order[other], order[one]
-    elif name == "permute":
-        given = node.args[1:] if len(node.args) > 2 else argument(node, 1, "dims")
-        order = [d % rank for d in given]
-    elif rank == 2 or name == "mT":
-        order[-1], order[-2] = order[-2], order[-1]
-    else:
+    swap = swapped(node)
+    if swap is None:
         return None
-    return moved(
-        told.of(source), _renamed({d - rank: place - rank for place, d in enumerate(order)})
-    )
+    source, order = swap
+    rank = len(order)
+    places = {d - rank: place - rank for place, d in enumerate(order)}
+    return moved(told.of(source), _renamed(places))
 
 
 def _taken(told: Told, node: Node) -> Value | None:
@@ -375,14 +367,12 @@ def _reader_of_truth(function: Callable[[Any, Any], Any]) -> Callable[[Told, Nod
 
 _AND, _OR = (_reader_of_truth(f) for f in (lambda a, b: a and b, lambda a, b: a or b))
 _READERS: Mapping[str, Callable[[Told, Node], Value | None]] = {
-    "T": _permuted,
     "add": _arithmetic(operator.add, lambda a, b: a.plus(b)),
     "and": _AND,
     "arange": _arange,
     "bitwise_and": _AND,
     "bitwise_not": _inverted,
     "bitwise_or": _OR,
-    "bool": _same,
     "clone": _same,
     "contiguous": _same,
     "cumsum": _running_sum,
@@ -393,18 +383,16 @@ _READERS: Mapping[str, Callable[[Told, Node], Value | None]] = {
     "expand_as": _same,
     "full": _full(1, "fill_value"),
     "full_like": _full(1, "fill_value"),
+    "getattr": _permuted,
     "ge": _compared(operator.ge, lambda d: (d,)),
     "getitem": _taken,
     "gt": _compared(operator.gt, lambda d: (Affine(-1).plus(d),)),
-    "int": _same,
     "invert": _inverted,
     "le": _compared(operator.le, lambda d: (Affine(0).plus(d, -1),)),
     "logical_and": _AND,
     "logical_not": _inverted,
     "logical_or": _OR,
-    "long": _same,
     "lt": _compared(operator.lt, lambda d: (negated(d),)),
-    "mT": _permuted,
     "masked_fill": _masked_fill,
     "mul": _arithmetic(operator.mul, _times),
     "ne": _compared(operator.ne, _both),
