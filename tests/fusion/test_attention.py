@@ -257,7 +257,9 @@ def test_torch_does_without_a_mask_of_positions(dtype):
         )
 
     _, result, seen = replaced(function, q, k, k)
-    assert seen.substituted() == [f"{TORCH}(q, k, v, is_causal=True, scale=0.25, enable_gqa=True)"]
+    assert seen.substituted() == [
+        f"torch.nn.functional.{TORCH}(q, k, v, is_causal=True, scale=0.25, enable_gqa=True)"
+    ]
     assert not {"tril", "expand"} & {t.rsplit(".")[-1] for t in seen.targets()}
     found = compare(result, meaning(last=0)(q, k, k), "template")
     assert found.ok, found.text
@@ -281,7 +283,9 @@ def test_written_out_it_becomes_torchs_function_where_that_is_faster(monkeypatch
         return by_low_numbers(q, repeat_kv(k, 3), repeat_kv(v, 3))
 
     _, result, seen = replaced(function, q, k, v)
-    assert seen.substituted() == [f"{TORCH}(q, k, v, is_causal=True, scale=0.25, enable_gqa=True)"]
+    assert seen.substituted() == [
+        f"torch.nn.functional.{TORCH}(q, k, v, is_causal=True, scale=0.25, enable_gqa=True)"
+    ]
     found = compare(result, meaning(last=0)(q, k, v), "template")
     assert found.ok, found.text
     _, _, seen = replaced(function, *(t[:, :, 1:] for t in (q, k, v)))

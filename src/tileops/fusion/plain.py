@@ -38,7 +38,7 @@ def plainly(edit: Edit, pattern: Pattern, proof: Proof) -> tuple[Node, str] | st
         named[wanted.grouped] = True
     call = edit.call(getattr(torch.nn.functional, wanted.function), *given, **named)
     shown = ", ".join((*wanted.holes, *(f"{k}={v!r}" for k, v in named.items())))
-    return call, f"{wanted.function}({shown})"
+    return call, f"torch.nn.functional.{wanted.function}({shown})"
 
 
 def _as_found(edit: Edit, pattern: Pattern, proof: Proof, name: str, grouped: bool) -> Node:
