@@ -161,6 +161,13 @@ def test_refuses_an_unknown_condition(capsys):
     assert "accepted are break, recompile, unfused" in capsys.readouterr().err
 
 
+def test_a_library_s_kernel_fails_nothing(capsys):
+    """Products cannot be fused into, and nobody could mend that."""
+    options = ["--input", "8x8", "--input", "8x8", "--show", "inductor", "--fail-on", "unfused"]
+    assert run("interrupted", *options) == 0
+    assert "not fused: 2 pairs parted by" in capsys.readouterr().out
+
+
 def test_further_calls(capsys):
     options = ["--input", "4x4", "--then", "5x4", "--then", "6x4", *EAGER, "--show", "run"]
     assert run("whole", *options, "--fail-on", "recompile") == 1

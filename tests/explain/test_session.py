@@ -24,7 +24,7 @@ LOGGERS = [
 
 
 def state_of_torch():
-    from torch._dynamo import pgo
+    from torch._dynamo import pgo, symbolic_convert
 
     loggers = [logging.getLogger(name) for name in LOGGERS]
     return {
@@ -34,6 +34,7 @@ def state_of_torch():
         "functorch": torch._functorch.config.get_config_copy(),
         "environment": {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"},
         "sizes": copy.deepcopy(pgo._CODE_STATE),
+        "tables": list(symbolic_convert.InstructionTranslator.dispatch_table),
         "grad": torch.is_grad_enabled(),
         "random": torch.get_rng_state().tolist(),
     }

@@ -55,7 +55,8 @@ def add_command(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--fail-on", metavar="WHAT", type=_conditions, default=(),
-        help=f"exit with 1 where there is any of these: {','.join(_CONDITIONS)}",
+        help=f"exit with 1 where there is any of these, separated by commas: {','.join(_CONDITIONS)}; "
+        "unfused: a value goes through memory from one generated kernel to another",
     )  # fmt: skip
     parser.add_argument("--html", metavar="FILE", type=Path, help="write one self-contained page")
     parser.add_argument(

@@ -360,7 +360,10 @@ class Report:
 
     @property
     def unfused(self) -> list[Unfused]:
-        return [u for one in self.compilations for ind in one.inductor for u in ind.unfused or ()]
+        """Values that go through memory from one generated kernel to another; what else stayed apart
+        is in :attr:`Inductor.unfused`."""
+        lowered = [each for one in self.compilations for each in one.inductor]
+        return [u for each in lowered for u in each.unfused or () if u.relation == "passes"]
 
     def plain(self) -> dict[str, Any]:
         """As dictionaries and lists."""

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from tileops.engine.record import Event as Recorded
 from tileops.explain import torch_private as private
-from tileops.explain.collect.capture import crossing, read_break, read_inlined, read_loops
+from tileops.explain.collect.capture import crossing, read_break, read_inlined
 from tileops.explain.collect.dispatch import read_dispatch
 from tileops.explain.collect.events import Event, Events
 from tileops.explain.collect.graphs import UserLines, read_graph
 from tileops.explain.collect.guards import read_guards, read_recompile
 from tileops.explain.collect.inductor import Lowered, read_inductor
+from tileops.explain.collect.loops import read_loops
 from tileops.explain.collect.measure import UNMEASURED
 from tileops.explain.collect.nodes import read_eager, read_nodes
 from tileops.explain.collect.normalise import STAGES, read_normalisation
@@ -28,7 +29,7 @@ def assemble(report: Report, heard: Events, *, cuda_graphs: bool | None) -> None
     """Fill ``report`` with what was seen."""
     recorded = heard.recorded
     groups = _by_compilation(heard.seen)
-    pieces = [(_compilation(group, cuda_graphs), group) for group in groups]
+    pieces = [(_compilation(group, cuda_graphs, heard.told_rounds), group) for group in groups]
     for one, group in pieces:
         one.caches = read_caches(group, one, heard.started)
     known = [(one, group) for one, group in pieces if one.capture or one.breaks or one.error]
@@ -83,7 +84,7 @@ def _of(events: list[Event], kind: str) -> list[Event]:
     return [event for event in events if event.kind == kind]
 
 
-def _compilation(events: list[Event], cuda_graphs: bool | None) -> Compilation:
+def _compilation(events: list[Event], cuda_graphs: bool | None, told_rounds: bool) -> Compilation:
     place = events[0].place or ""
     metrics = _of(events, "compilation_metrics")
     told = metrics[-1].data if metrics else {}
@@ -104,8 +105,11 @@ def _compilation(events: list[Event], cuda_graphs: bool | None) -> Compilation:
     lines = UserLines()
     if graphs := _of(final, "dynamo_output_graph"):
         one.capture = _graph("capture", graphs[-1], lines)
-    one.inlined = read_inlined(_of(final, f"log:{private.TRACE_CALL}"))
-    one.loops = read_loops(_of(final, f"log:{private.TRACE_SOURCE}"))
+    # What was traced for a graph that was then given up is in none.
+    traced = final if one.capture else []
+    one.inlined = read_inlined(_of(traced, f"log:{private.TRACE_CALL}"))
+    rounds = _of(traced, "round") if told_rounds else None
+    one.loops = read_loops(_of(traced, f"log:{private.TRACE_SOURCE}"), rounds)
     seen = {}
     for event in _of(events, "dynamo_graph_break_reason"):
         found = read_break(event)

@@ -32,7 +32,7 @@ from tileops.explain.model import (
     OpNode,
     Report,
 )
-from tileops.explain.views.words import UNKNOWN, count, size
+from tileops.explain.views.words import BETWEEN, UNKNOWN, count, size
 
 __all__ = ["render"]
 
@@ -56,7 +56,9 @@ def render(report: Report) -> str:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     environment.filters.update(size=_bytes, plural=count, told=_told, percent=_percent)
-    environment.filters.update(seconds=_seconds, micros=_micros)
+    environment.filters.update(
+        seconds=_seconds, micros=_micros, between=lambda name: BETWEEN.get(name, name)
+    )
     script, style = _asset(environment, "page.js"), _asset(environment, "page.css")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return environment.get_template("page.html").render(
@@ -370,8 +372,11 @@ class Page:
 
     @staticmethod
     def apart(one: Compilation) -> list[tuple[int, str, int]]:
-        """Where neighbours did not fuse: which graph, its stage, how many pairs."""
-        counts = [(j, each.stage, len(each.unfused or ())) for j, each in enumerate(one.inductor)]
+        """Where a value goes through memory between two kernels: which graph, its stage, how often."""
+        counts = [
+            (j, each.stage, sum(pair.relation == "passes" for pair in each.unfused or ()))
+            for j, each in enumerate(one.inductor)
+        ]
         return [each for each in counts if each[2]]
 
     @staticmethod

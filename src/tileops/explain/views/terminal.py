@@ -20,6 +20,7 @@ from tileops.explain.model import (
     OpNode,
     Recompile,
     Report,
+    Unfused,
 )
 from tileops.explain.views.words import UNKNOWN as _UNKNOWN
 from tileops.explain.views.words import count as _count
@@ -227,26 +228,25 @@ def _inductor(lowered: Inductor) -> Iterable[str]:
     for kernel in lowered.kernels:
         nests = [group.nodes for group in kernel.groups or () if kernel.language != "extern"]
         nodes = " | ".join(map(_some, nests)) if len(nests) > 1 else _some(kernel.nodes)
-        lines = ", ".join(dict.fromkeys(map(_where, kernel.lines)))
+        lines = ", ".join(dict.fromkeys(map(_where, kernel.lines))) or _UNKNOWN
         yield f"    {kernel.name}  {_kind(kernel)}: {nodes}{_moved(kernel)}  [{lines}]"
     for each in lowered.candidates or ():
         yield f"    timed {each.kernel}: {each.time_us:.1f} µs{', chosen' if each.chosen else ''}"
     if lowered.unfused is None:
         yield f"    not fused: {_UNKNOWN}, the code came from a cache"
-    kinds = {group.name: group.kind for kernel in lowered.kernels for group in kernel.groups or ()}
-    pairs: dict[str, None] = {}
-    opaque = 0
-    for apart in lowered.unfused or ():
-        first, second = _some(apart.first_nodes), _some(apart.second_nodes)
-        pair = f"{first or apart.first} | {second or apart.second}"
-        if {"extern", "tileops"} & {kinds.get(apart.first), kinds.get(apart.second)}:
-            opaque += 1
-        else:
-            pairs[f"{pair}: {apart.reason or 'torch gave no reason'}"] = None
-    for text in pairs:
-        yield f"    not fused: {text}"
-    if opaque:
-        yield f"    not fused: {_count(opaque, 'pair')} with a library's or an op's kernel, which is opaque"
+    yield from _apart(lowered.unfused or [])
+
+
+def _apart(pairs: list[Unfused]) -> Iterable[str]:
+    told: dict[str, None] = {}
+    for each in pairs:
+        first, second = _some(each.first_nodes), _some(each.second_nodes)
+        pair = f"{first or each.first} | {second or each.second}"
+        if each.relation != "opaque":
+            told[f"{pair}: {each.reason or 'torch gave no reason'}"] = None
+    yield from (f"    not fused: {text}" for text in told)
+    if opaque := sum(each.relation == "opaque" for each in pairs):
+        yield f"    not fused: {_count(opaque, 'pair')} parted by a library's or an op's kernel"
 
 
 def _kind(kernel: Kernel) -> str:
