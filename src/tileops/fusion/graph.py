@@ -73,6 +73,7 @@ def difference(old: Any, new: Any) -> str:
 _SYNONYMS = {
     "absolute": "abs",
     "bfloat16": "to",
+    "bool": "to",
     "clamp_max": "minimum",
     "clamp_min": "maximum",
     "concat": "cat",
@@ -82,6 +83,8 @@ _SYNONYMS = {
     "flatten": "reshape",
     "float": "to",
     "half": "to",
+    "int": "to",
+    "long": "to",
     "multiply": "mul",
     "negative": "neg",
     "softmax_": "softmax",
@@ -226,12 +229,18 @@ def _returns_argument(node: Node) -> frozenset[int]:
     return storages(node) & storages(node.all_input_nodes)
 
 
+_KEYWORDS = ("and_", "is_", "not_", "or_")
+"""Functions of ``operator`` whose underscore keeps a keyword of Python's apart."""
+
+
 def _writes(node: Node, name: str) -> bool:
     target = node.target
     if node.kwargs.get("out") is not None or node.kwargs.get("inplace"):
         return True
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.is_mutable
+    if name in _KEYWORDS and getattr(target, "__module__", "") == "_operator":
+        return False
     if name == "setitem" or (name.endswith("_") and not name.endswith("__")):
         return True
     if getattr(target, "__module__", "") == "_operator" and name.startswith("i"):

@@ -10,8 +10,20 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from tileops.engine.pattern import Call, Half, Named, Number, Product, Sum, Tensor, Term, call
+from tileops.engine.pattern import (
+    Call,
+    Half,
+    Mask,
+    Named,
+    Number,
+    Product,
+    Sum,
+    Tensor,
+    Term,
+    call,
+)
 from tileops.fusion.graph import Memory, canonical, is_pointwise, value_of
+from tileops.fusion.masks import Seen, hidden, masked
 from tileops.fusion.primitives import entries_of, primitive
 from tileops.fusion.reading import (
     Expr,
@@ -24,6 +36,7 @@ from tileops.fusion.reading import (
     stripped,
     summands,
 )
+from tileops.fusion.told import Told
 
 __all__ = ["Binding", "Matcher", "label"]
 
@@ -46,6 +59,7 @@ class Binding:
     """Every node at which the hole was met: one value, but for casts."""
     numbers: Mapping[str, Any] = field(default_factory=dict)
     named: Mapping[str, Expr] = field(default_factory=dict)
+    masks: Mapping[str, Seen] = field(default_factory=dict)
     dims: int = 0
     score: int = 0
 
@@ -59,6 +73,15 @@ def _with(b: Binding, name: str, value: Any) -> Binding:
     return replace(b, numbers={**b.numbers, name: value})
 
 
+def _hiding(b: Binding, name: str, seen: Seen) -> Binding:
+    return replace(b, masks={**b.masks, name: seen})
+
+
+def _untold(mask: Any) -> str:
+    named = label(mask) if isinstance(mask, Node) else mask
+    return f"{named} is a mask, and the graph does not tell what it hides"
+
+
 def _close(a: Any, b: Any) -> bool:
     return a is b or (a is not None and b is not None and math.isclose(a, b, rel_tol=CLOSE))
 
@@ -67,8 +90,8 @@ class Matcher:
     """Attempts at one term. ``loose``: dims and constants may be any, as for a hint. Where all fail,
     ``reason`` says what stood in the way of the one that came furthest."""
 
-    def __init__(self, memory: Memory, loose: bool = False) -> None:
-        self.memory, self.loose = memory, loose
+    def __init__(self, memory: Memory, told: Told, loose: bool = False) -> None:
+        self.memory, self.told, self.loose = memory, told, loose
         self.reason, self.score = "", -1
         self._steps = 0
 
@@ -98,6 +121,8 @@ class Matcher:
             yield from self._named(term, expr, b)
         elif isinstance(term, Half):
             yield from self._half(term, expr, b)
+        elif isinstance(term, Mask) and term.scores is not None:
+            yield from self._masked(term.name, term.scores, expr, b)
         elif isinstance(term, Product):
             wanted = sorted(term.factors, key=lambda f: _rank(f[0]))
             yield from self._product(wanted, term.coefficient, [(expr, 1.0)], 0, b)
@@ -153,6 +178,16 @@ class Matcher:
                 return
         what = f"the {'second' if term.second else 'first'} half of {term.tensor.name}'s last dim"
         self.note(b, f"{label(origin(expr))} is not {what}")
+
+    def _masked(self, name: str, scores: Term, expr: Expr, b: Binding) -> Iterator[Binding]:
+        """Scores with any number of masks on them."""
+        yield from self._match(scores, expr, b if name in b.masks else _hiding(b, name, Seen()))
+        for rest, seen, mask in hidden(self.told, expr):
+            both = None if seen is None else seen.but(b.masks.get(name, Seen()))
+            if both is not None:
+                yield from self._masked(name, scores, rest, _hiding(b, name, both))
+            elif next(self._masked(name, scores, rest, b), None) is not None:
+                self.note(replace(b, score=b.score + 2), _untold(mask))
 
     # -- sums and products -----------------------------------------------------------------------
 
@@ -299,6 +334,12 @@ class Matcher:
         for name, value in term.attributes:
             if isinstance(value, Number):
                 b = _with(b, value.name, given.get(name))
+            elif isinstance(value, Mask):
+                seen = masked(self.told, given.get(name))
+                if seen is None:
+                    self.note(b, _untold(given.get(name)))
+                    return
+                b = _hiding(b, value.name, seen)
             elif not self.loose and given.get(name) != value:
                 self.note(b, f"{name} of {term.name} is {given.get(name)!r}, not {value!r}")
                 return
@@ -419,7 +460,7 @@ def _rank(term: Term) -> int:
 
 
 def _word(term: Term) -> str:
-    if isinstance(term, Tensor | Number | Named):
+    if isinstance(term, Tensor | Number | Named | Mask):
         return term.name
     if isinstance(term, Call):
         return term.name

@@ -10,7 +10,7 @@ and sums on the way may not, nor may anything be wider or of a third dtype.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.fx import Node
 from tileops.engine.pattern import (
     Call,
     Half,
+    Mask,
     Named,
     NoMatchError,
     Pattern,
@@ -38,11 +39,14 @@ from tileops.fusion.graph import (
     tensors_of,
     value_of,
 )
+from tileops.fusion.heads import unspread, unswapped
+from tileops.fusion.masks import Seen
 from tileops.fusion.matching import Binding
+from tileops.fusion.positions import known
 from tileops.fusion.reading import Expr, Made, equal_shapes, fixed, origin, transparent
 from tileops.fusion.rewrite import Rewrite
 
-__all__ = ["Given", "Proof", "prove"]
+__all__ = ["Facts", "Given", "Proof", "permuted", "prove"]
 
 _REDUCTIONS = ("mean", "std", "sum", "var", "var_mean")
 _SUMS = ("add", "rsub", "sub")
@@ -52,11 +56,14 @@ _JOINS = ("cat", "stack")
 @dataclass(frozen=True)
 class Given:
     """What stands for an input of the op: a node, and its shape or its order of dims where that must
-    change."""
+    change. ``spread``: the same where entries of a dim are repeated. ``steps``: from the node to what was
+    found."""
 
     node: Node
     shape: tuple[Any, ...] | None = None
     layout: tuple[int, ...] = ()
+    spread: Node | None = None
+    steps: frozenset[Node] = frozenset()
 
 
 @dataclass
@@ -67,6 +74,7 @@ class Proof:
     region: set[Node]
     """The steps that the op takes, the root among them."""
     inputs: Mapping[str, Given]
+    facts: Facts
     params: Mapping[str, Any]
     outputs: list[Node]
     """What the op's results stand for."""
@@ -90,16 +98,22 @@ class Proof:
         node = given.node
         if given.shape is not None:
             node = edit.call(torch.reshape, node, given.shape)
-        return edit.call(torch.permute, node, given.layout) if given.layout else node
+        return permuted(edit, node, given.layout) if given.layout else node
+
+
+def permuted(edit: Edit, node: Node, order: tuple[int, ...]) -> Node:
+    """A node with its dims in another order."""
+    return node if order == tuple(range(len(order))) else edit.call(torch.permute, node, order)
 
 
 @dataclass(frozen=True)
-class _Facts:
+class Facts:
     """What a pattern's ``params`` may ask."""
 
     numbers: Mapping[str, Any]
     dims: int
     given: Mapping[str, Given]
+    masks: Mapping[str, Seen]
 
     def shape(self, name: str) -> tuple[Any, ...]:
         given = self.given[name]
@@ -109,6 +123,13 @@ class _Facts:
     def equal(self, one: Any, other: Any) -> bool:
         return equal_shapes((one,), (other,))
 
+    def at_most(self, one: Any, other: Any) -> bool:
+        return known(one <= other)
+
+    def mask(self, name: str) -> tuple[Any, Any]:
+        seen = self.masks[name]
+        return seen.first, seen.last
+
 
 def prove(rewrite: Rewrite, pattern: Pattern, meaning: Term, root: Node, b: Binding) -> Proof:
     """The proof that ``root``, read as ``meaning``, is the op. Raises ``NoMatchError``."""
@@ -116,16 +137,17 @@ def prove(rewrite: Rewrite, pattern: Pattern, meaning: Term, root: Node, b: Bind
         raise NoMatchError(pattern.absent)
     if rewrite.autocast:
         raise NoMatchError("it is called under torch.autocast")
+    given = _given(meaning, root, b)
     region = _region(root, b)
+    region |= {step for one in given.values() for step in one.steps}
     for node in (*sorted(region), *(e for seen in b.tensors.values() for e in seen)):
         for value in tensors_of(value_of(node)):
             if not isinstance(value, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(
                 value
             ):
                 raise NoMatchError(f"{node} is no plain tensor")  # fmt: skip
-    given = _given(meaning, root, b)
     named = [origin_node(b.named[name]) for name in b.named]
-    if not any(canonical(node) == "matmul" for node in region):
+    if not pattern.layout:
         _check_shapes(root, region, b)
     _check_dtypes(root, region, b, set(named))
     _check_gradients(rewrite.modes, region | set(_skipped(given, b)))
@@ -141,11 +163,10 @@ def prove(rewrite: Rewrite, pattern: Pattern, meaning: Term, root: Node, b: Bind
     for name, one in given.items():
         if not one.node < anchor:
             raise NoMatchError(f"{name} is computed after {anchor.name}, which the op returns")
-    params = {
-        name: _settled(name, value)
-        for name, value in pattern.params(_Facts(b.numbers, b.dims, given)).items()
-    }
-    return Proof(root, region, given, params, outputs, layout, anchor, _shared(region, outputs))
+    facts = Facts(b.numbers, b.dims, given, b.masks)
+    params = {name: _settled(name, value) for name, value in pattern.params(facts).items()}
+    shared = _shared(region, outputs)
+    return Proof(root, region, given, facts, params, outputs, layout, anchor, shared)
 
 
 def _settled(name: str, value: Any) -> Any:
@@ -169,8 +190,9 @@ def origin_node(expr: Expr) -> Node:
 
 
 def _region(root: Node, b: Binding) -> set[Node]:
-    """All steps from what the holes stand for to the root."""
-    bound = {node for seen in b.tensors.values() for e in seen for node in _chain(e)}
+    """All steps from what the holes and masks stand for to the root."""
+    bound = {mask for seen in b.masks.values() for mask in seen.masks}
+    bound |= {node for seen in b.tensors.values() for e in seen for node in _chain(e)}
     region: set[Node] = set()
     waiting = [root]
     while waiting:
@@ -193,7 +215,7 @@ def _shared(region: set[Node], outputs: list[Node]) -> Node | None:
             node
             for node in sorted(region)
             if node not in outputs
-            and (is_pointwise(node) or canonical(node) in _REDUCTIONS)
+            and (is_pointwise(node) or canonical(node) in (*_REDUCTIONS, "matmul", "softmax"))
             and canonical(node) != "to"
             and any(user not in region for user in node.users)
         ),
@@ -211,6 +233,8 @@ def _holes(term: Term) -> Iterator[Tensor]:
         yield Tensor(term.tensor.name, "any")
     elif isinstance(term, Named):
         yield from _holes(term.term)
+    elif isinstance(term, Mask) and term.scores is not None:
+        yield from _holes(term.scores)
     elif isinstance(term, Product):
         for part, _ in term.factors:
             yield from _holes(part)
@@ -234,8 +258,30 @@ def _given(meaning: Term, root: Node, b: Binding) -> dict[str, Given]:
             raise NoMatchError(
                 f"{hole.name} has {value_of(one.node).dim()} dims, not {len(hole.layout)}"
             )
-        found[hole.name] = replace(one, layout=hole.layout)
+        if hole.layout:
+            one = _arranged(one.node, hole)
+        found[hole.name] = one
     return found
+
+
+def _arranged(node: Node, hole: Tensor) -> Given:
+    """What lies in another order, before its dims were swapped and entries repeated."""
+    found, order = unswapped(node)
+    layout = tuple(order[d] for d in hole.layout)
+    spread = None
+    repeated = None if hole.grouped is None else unspread(found)
+    if repeated is not None and repeated[1] == layout[hole.grouped or 0]:
+        spread, found = found, repeated[0]
+    return Given(found, None, layout, spread, _between(found, node))
+
+
+def _between(start: Node, end: Node) -> frozenset[Node]:
+    """The steps of one chain, without its start."""
+    steps = set()
+    while end is not start:
+        steps.add(end)
+        (end,) = (n for n in end.all_input_nodes if isinstance(value_of(n), torch.Tensor))
+    return frozenset(steps)
 
 
 def _as_given(
@@ -361,10 +407,13 @@ def _is_core(expr: Expr, full: tuple[Any, ...]) -> bool:
 def _check_dtypes(root: Node, region: set[Node], b: Binding, named: set[Node]) -> None:
     dtype = value_of(root).dtype
     wide = torch.promote_types(dtype, torch.float32)
+    # What hides a score or adds 0 to it rounds nothing.
+    hiding = {step for seen in b.masks.values() for step in seen.steps}
     exact = _before_means(region, named) | {
         node
         for node in region - named - _last_sums(root, region)
-        if canonical(node) in _SUMS or (b.dims and _is_reduced(node, root, b.dims))
+        if (canonical(node) in _SUMS and node not in hiding)
+        or (b.dims and _is_reduced(node, root, b.dims))
     }
     for node in sorted(region):
         given = value_of(node)
@@ -412,7 +461,8 @@ def _skipped(given: Mapping[str, Given], b: Binding) -> Iterator[Node]:
     for name, seen in b.tensors.items():
         known = set(_chain(given[name].node))
         for expr in seen:
-            yield from takewhile(lambda node: node not in known, _chain(expr))  # noqa: B023
+            ends = known | given[name].steps
+            yield from takewhile(lambda node: node not in ends, _chain(expr))  # noqa: B023
 
 
 def _check_gradients(modes: Modes, region: set[Node]) -> None:

@@ -23,8 +23,9 @@ from tileops.fusion.graph import Edit, canonical, difference, is_pointwise, stor
 from tileops.fusion.matching import Matcher
 from tileops.fusion.patterns import Known, known
 from tileops.fusion.placement import served_in_tree
+from tileops.fusion.plain import plainly
 from tileops.fusion.policies import policy_of
-from tileops.fusion.proof import Proof, prove
+from tileops.fusion.proof import Proof, permuted, prove
 from tileops.fusion.reading import transparent
 from tileops.fusion.rewrite import Rewrite
 
@@ -77,7 +78,7 @@ class _Pass:
     def _hinted(self, hint: Term, name: str, node: Node) -> bool:
         if name not in _beginnings(hint):
             return False
-        loose = Matcher(self.rewrite.memory, loose=True)
+        loose = Matcher(self.rewrite.memory, self.rewrite.told, loose=True)
         return next(loose.matches(hint, node), None) is not None
 
     def _attempt(self, one: Known, hint: Node) -> tuple[int, Node, str]:
@@ -86,7 +87,7 @@ class _Pass:
         reason = "no step beyond it is the op's"
         for root in _reached(hint):
             for meaning in pattern.meanings:
-                matcher = Matcher(self.rewrite.memory)
+                matcher = Matcher(self.rewrite.memory, self.rewrite.told)
                 for binding in matcher.matches(meaning, root):
                     try:
                         proof = prove(self.rewrite, pattern, meaning, root, binding)
@@ -109,6 +110,10 @@ class _Pass:
             raise NoMatchError(str(error)) from None
         inputs = _inputs(op, proof)
         reason = self._unwanted(op, one.pattern, proof)
+        if reason == one.pattern.no_gain and one.pattern.plain is not None:
+            reason = self._by_torch(one.pattern, proof)
+            if not reason:
+                return
         if reason:
             self.covered |= proof.region
             self.rewrite.report.add("declined", root, one.entry.name, reason=reason)
@@ -119,6 +124,12 @@ class _Pass:
         except TileopsError as error:
             edit.undo()
             raise NoMatchError(str(error)) from None
+        self._put(edit, proof, call, results, (one.entry.name, repr(op)))
+
+    def _put(
+        self, edit: Edit, proof: Proof, call: Node, results: list[Node], named: tuple[str, str]
+    ) -> None:
+        """Let a call take the place of what is proved. Raises ``NoMatchError`` where it cannot."""
         problem = edit.replace(dict(zip(proof.outputs, results, strict=True)))
         if problem:
             raise NoMatchError(problem)
@@ -128,12 +139,24 @@ class _Pass:
         self.rewrite.report.add(
             "substituted",
             call,
-            one.entry.name,
-            call=repr(op),
+            named[0],
+            call=named[1],
             steps=len(proof.region),
             stacks=[stack for stack in stacks if stack],
         )
         _sweep(self.rewrite, proof.region)
+
+    def _by_torch(self, pattern: Pattern, proof: Proof) -> str:
+        """'' where a function of torch has taken the place of what is proved, else why not."""
+        edit = Edit(self.rewrite.graph, proof.anchor, self.rewrite.mode)
+        found = plainly(edit, pattern, proof)
+        if isinstance(found, str):
+            return found
+        call, text = found
+        self._put(
+            edit, proof, call, [_alike(edit, proof.root, call)], (canonical(call) or "", text)
+        )
+        return ""
 
     def _unwanted(self, op: Op, pattern: Pattern, proof: Proof) -> str:
         """Why plain PyTorch should stay."""
@@ -157,11 +180,15 @@ def _call(
     count = len(op.entry.outputs)
     results = [call] if count == 1 else [edit.call(getitem, call, i) for i in range(count)]
     if proof.layout:
-        first = edit.call(torch.permute, results[0], proof.layout)
-        if difference(value_of(proof.root), value_of(first)):
-            first = edit.call(torch.clone, first, memory_format=torch.contiguous_format)
-        results[0] = first
+        results[0] = _alike(edit, proof.root, permuted(edit, results[0], proof.layout))
     return call, results
+
+
+def _alike(edit: Edit, old: Node, new: Node) -> Node:
+    """``new``, contiguous where it does not lie as ``old`` does."""
+    if not difference(value_of(old), value_of(new)):
+        return new
+    return edit.call(torch.clone, new, memory_format=torch.contiguous_format)
 
 
 _BEGINNINGS: dict[type, tuple[str, ...]] = {
