@@ -21,7 +21,10 @@ __all__ = ["FUSED", "emit", "linear", "swaps"]
 
 aten = torch.ops.aten
 _library = torch.library.Library("tileops", "FRAGMENT")
-_library.define("onednn_linear(Tensor x, Tensor weight, Tensor? bias, str word, str way) -> Tensor")
+_library.define(
+    "onednn_linear(Tensor x, Tensor weight, Tensor? bias, str word, str way) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_contiguous_strides),
+)
 
 
 def _linear(
