@@ -15,6 +15,7 @@ import torch
 from torch.fx import Node
 
 from tileops.fusion.graph import Edit, value_of
+from tileops.gemm.kernels import on_cpu
 from tileops.gemm.kernels.on_cpu import FUSED, SWAPPED
 
 __all__ = ["FUSED", "emit", "linear", "swaps"]
@@ -27,22 +28,13 @@ _library.define(
 )
 
 
-def _linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, word: str, way: str
-) -> torch.Tensor:
-    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(
-        x, weight, bias, word, [], way
-    )
-    return product
-
-
 def _shaped(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, word: str, way: str
 ) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-_library.impl("onednn_linear", _linear, "CPU")
+_library.impl("onednn_linear", on_cpu.linear, "CPU")
 torch.library.register_fake("tileops::onednn_linear", _shaped, lib=_library)
 
 
