@@ -3,8 +3,8 @@
     python -m benchmarks.cpu_products                      # the sizes of MiniLM and SmolLM2
     python -m benchmarks.cpu_products --rows 8 16 24 --matrix 1536x384
 
-A row: µs a call by each, medians of turns in which they alternate, one thread and its own time; then what the
-rule of ``tileops/gemm/kernels/on_cpu.py`` chooses, whose constants are written from this table.
+A row: µs a call by each, medians of turns in which they alternate, one thread and its own time; then what
+the rule of ``tileops/gemm/kernels/on_cpu.py`` chooses, whose constants are written from this table.
 """
 
 from __future__ import annotations
