@@ -225,7 +225,7 @@ def epilogue_loses(
     found = select(call, in_tree_kernels(type(op), facts.type))
     if found.kernel.name not in APART and not found.kernel.last_resort:
         return ""
-    others = "; ".join(f"{name}: {why}" for name, why in found.refused)
+    others = "; ".join(f"{name}: {why}" for name, why in found.refused if name != "decomposition")
     return f"the library's product and a kernel after it are as fast ({others})"
 
 

@@ -103,15 +103,15 @@ def _try_product(rewrite: Rewrite, node: Node) -> None:
     said, by = policy_of(node, "auto", rewrite.policy)
     library = said == "auto" and is_cpu(value_of(node).device)
     chain = _of_library(chains) if library else chains[-1]
-    alone = set(chains[-1].taken) <= {"bias"}
-    if alone and not library:
+    beyond = [c for c in chains if not set(c.taken) <= {"bias"}]
+    if not beyond and not library:
         return  # the library adds it
     reason, why = _settle(rewrite, chain, said, by)
     if not reason:
         takes = ", ".join(chain.taken) or "nothing"
         rewrite.report.add("fused", node, OP, takes=takes, why=why)
-    elif not alone:
-        takes = ", ".join(chains[-1].taken)
+    elif beyond:
+        takes = ", ".join(beyond[-1].taken)
         rewrite.report.add("declined", node, OP, reason=reason, takes=takes)
 
 

@@ -15,22 +15,17 @@ import torch
 from torch.fx import Node
 
 from tileops.fusion.graph import Edit, value_of
+from tileops.gemm.kernels import on_cpu
 from tileops.gemm.kernels.on_cpu import FUSED, SWAPPED
 
 __all__ = ["FUSED", "emit", "linear", "swaps"]
 
 aten = torch.ops.aten
 _library = torch.library.Library("tileops", "FRAGMENT")
-_library.define("onednn_linear(Tensor x, Tensor weight, Tensor? bias, str word, str way) -> Tensor")
-
-
-def _linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, word: str, way: str
-) -> torch.Tensor:
-    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(
-        x, weight, bias, word, [], way
-    )
-    return product
+_library.define(
+    "onednn_linear(Tensor x, Tensor weight, Tensor? bias, str word, str way) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_contiguous_strides),
+)
 
 
 def _shaped(
@@ -39,7 +34,7 @@ def _shaped(
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-_library.impl("onednn_linear", _linear, "CPU")
+_library.impl("onednn_linear", on_cpu.linear, "CPU")
 torch.library.register_fake("tileops::onednn_linear", _shaped, lib=_library)
 
 

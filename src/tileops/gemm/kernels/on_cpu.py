@@ -3,8 +3,8 @@
 oneDNN rearranges its second operand within a call. So where few rows meet a large matrix that one is the
 first, and the product is that of the other order, transposed; weights are never kept rearranged.
 
-Measured in float32 on an AMD EPYC with AVX-512 (torch 2.13, one thread, µs a call, medians of 25 turns over
-weights that no cache holds together; ``python -m benchmarks.cpu_products``).
+The constants were measured on an AMD EPYC with AVX-512 (torch 2.13, one thread) by
+``python -m benchmarks.cpu_products``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tileops.authoring import CallSpec, Entry, Kernel, Run
 from tileops.gemm.epilogue import ACTIVATIONS
 from tileops.gemm.kernels.gemm import sizes
 
-__all__ = ["MKLEpilogue", "OneDNNEpilogue", "OneDNNProduct"]
+__all__ = ["MKLEpilogue", "OneDNNEpilogue", "OneDNNProduct", "linear", "swapped"]
 
 FASTER_ON = "AMD"
 """In the name of a processor's vendor. For Intel's own MKL was written; others were not measured."""
@@ -61,17 +61,19 @@ def refusal(call: CallSpec) -> str | None:
     return None if work >= least else f"{work} multiplications (at least {least})"
 
 
-def _linear(
+def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, word: str, way: str
 ) -> torch.Tensor:
+    """``x @ weight.T + bias``, and what oneDNN's two words say."""
     product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(
         x, weight, bias, word, [], way
     )
     return product
 
 
-def _swapped(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    turned = _linear(b, a, None, "none", "").t()
+def swapped(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``a @ b.T + bias`` by the product of ``b`` and ``a``."""
+    turned = linear(b, a, None, "none", "").t()
     if bias is None:
         return turned.contiguous()
     d = torch.empty(turned.shape, dtype=a.dtype, device=a.device)
@@ -81,8 +83,8 @@ def _swapped(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> tor
 def _product(call: CallSpec) -> Callable[..., torch.Tensor]:
     """oneDNN's function of ``a``, ``b`` and ``bias``."""
     if sizes(call)[0] in SWAPPED:
-        return _swapped
-    return lambda a, b, bias: _linear(a, b, bias, "none", "")
+        return swapped
+    return lambda a, b, bias: linear(a, b, bias, "none", "")
 
 
 class OneDNNProduct(Kernel):
@@ -121,7 +123,7 @@ class OneDNNEpilogue(Kernel):
         words = FUSED[activation]
 
         def build() -> Callable[..., torch.Tensor]:
-            return lambda a, b, bias: _linear(a, b, bias, *words)
+            return lambda a, b, bias: linear(a, b, bias, *words)
 
         return Entry(("onednn", *words), build, _bind_fused)
 
