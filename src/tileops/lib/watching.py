@@ -10,9 +10,10 @@ from tileops.engine.boundary.tangents import tangent_of, tangents_around
 __all__ = ["has_tangent", "recorded", "watched"]
 
 
-def recorded(*tensors: torch.Tensor) -> bool:
+def recorded(*tensors: torch.Tensor | None) -> bool:
     """Whether a gradient may flow back through what is made of these tensors."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    given = [tensor for tensor in tensors if tensor is not None]
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
 
 
 def has_tangent(*tensors: torch.Tensor | None) -> bool:
