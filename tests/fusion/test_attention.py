@@ -103,6 +103,25 @@ def test_a_causal_mask_is_the_ops(name, dtype):
     assert "is_causal=True, window_size_left=-1, window_size_right=-1" in op
 
 
+def wide(function):
+    """In float32 between casts."""
+
+    def cast(q, k, v):
+        return function(q.float(), k.float(), v.float()).to(q.dtype)
+
+    return cast
+
+
+@pytest.mark.parametrize("name", ["positions", "torch, bool"])
+def test_casts_round_it_are_within_its_tolerance(name):
+    inputs = [heads(2, 3, 19, 16, dtype=torch.bfloat16) for _ in "qkv"]
+    seen = held(wide(CAUSAL[name]), inputs, meaning(last=0), "template")
+    assert len(seen.substituted()) == 1
+    assert not any(
+        "float" in str(n.target) for n in seen.graphs[0].graph.nodes if n.op == "call_method"
+    )
+
+
 def windowed(first, last, shift=0):
     def function(q, k, v):
         i, j = torch.arange(q.shape[2])[:, None] + shift, torch.arange(k.shape[2])[None]
