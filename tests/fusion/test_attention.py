@@ -191,16 +191,23 @@ def test_repeated_key_heads_are_groups(name):
     assert asked == [((2, 19, 6, 16), (2, 19, 2, 16))]
 
 
-def test_heads_repeated_as_a_whole_are_none():
-    """``repeat`` lays the heads one set after the other."""
+def tiled(x, times):
+    batch, number, length, width = x.shape
+    return (
+        x.unsqueeze(1).expand(-1, times, -1, -1, -1).reshape(batch, times * number, length, width)
+    )
+
+
+@pytest.mark.parametrize("repeat", [tiled, lambda x, times: x.repeat(1, times, 1, 1)])
+def test_heads_repeated_as_a_whole_are_none(repeat):
+    """One set of heads after the other: the op gets them as they are."""
     q, k, v = heads(2, 6, 19, 16), heads(2, 2, 19, 16), heads(2, 2, 19, 16)
 
     def spread(q, k, v):
-        k, v = (t.repeat(1, 3, 1, 1) for t in (k, v))
-        return meaning()(q, k, v)
+        return meaning()(q, k.repeat(1, 3, 1, 1), v.repeat(1, 3, 1, 1))
 
     def function(q, k, v):
-        return scored(q, k.repeat(1, 3, 1, 1)).softmax(-1) @ v.repeat(1, 3, 1, 1)
+        return scored(q, repeat(k, 3)).softmax(-1) @ repeat(v, 3)
 
     held(function, (q, k, v), spread, "template")
 
@@ -371,3 +378,19 @@ def test_the_rule_by_device(monkeypatch):
     assert not takes_groups(Result(torch.bfloat16, (1, 8, 4096, 256)))
     monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: False)
     assert not takes_groups(half)
+
+
+@pytest.mark.slow
+def test_what_inductor_knows_itself():
+    """A mask that is added to scores which a number divides."""
+
+    def function(q, k, v, mask):
+        return (scored(q, k) + mask).softmax(-1) @ v
+
+    q, mask = heads(2, 3, 16, 16), torch.randn(2, 1, 16, 16)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with torch.no_grad(), torch._inductor.config.patch(fx_graph_cache=False):
+        run = torch.compile(function, fullgraph=True)
+        torch.testing.assert_close(run(q, q, q, mask), function(q, q, q, mask))
+    assert torch._dynamo.utils.counters["inductor"]["fuse_attention"] == 1
