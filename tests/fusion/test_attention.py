@@ -9,12 +9,15 @@ import torch
 import torch.nn.functional as F
 
 import tileops
+from tests.fusion.test_graph import captured
 from tests.rewriting import rewritten
 from tests.substituting import ONLY, grads_agree, held
-from tileops.backend import register_kernel_builder
+from tileops.backend import DeviceFacts, register_kernel_builder
 from tileops.backend.tolerances import compare
 from tileops.fusion import cost
 from tileops.fusion.cost import takes_groups, written_out_wins
+from tileops.fusion.graph import Edit, difference, fake_mode_of, value_of
+from tileops.fusion.substitution import _alike
 
 OP, TORCH = "GQADenseFwdOp", "scaled_dot_product_attention"
 
@@ -373,11 +376,35 @@ def test_the_rule_by_device(monkeypatch):
     assert written_out_wins(half, 4096) == ""
     assert "float32" in written_out_wins(wide, 4096)
     assert "fewer than" in written_out_wins(half, 8)
+    for capability, taken in {(8, 0): True, (7, 5): False}.items():
+        facts = DeviceFacts("cuda", 0, capability, "test", 108, 164 << 10)
+        monkeypatch.setattr(cost, "device_facts", lambda device, facts=facts: facts)
+        assert takes_groups(half) is taken
+    monkeypatch.setattr(
+        cost, "device_facts", lambda _: DeviceFacts("cuda", 0, (9, 0), "test", 132, 0)
+    )
     assert takes_groups(half)
     assert not takes_groups(wide)
     assert not takes_groups(Result(torch.bfloat16, (1, 8, 4096, 256)))
     monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: False)
     assert not takes_groups(half)
+
+
+def test_what_replaces_a_result_lies_as_it_did():
+    """Also where the function's kernel for another mask writes heads in another place."""
+
+    def function(x, y):
+        return x.transpose(1, 2) + 1, y * 2
+
+    graph = captured(function, torch.randn(2, 5, 3, 4), torch.randn(2, 3, 5, 4)).graph
+    output = next(node for node in graph.nodes if node.op == "output")
+    old, new = output.args[0]
+    for one, other in ((old, new), (new, old)):
+        edit = Edit(graph, output, fake_mode_of(graph))
+        made = _alike(edit, one, other, (0, 2, 1, 3))
+        assert made is not other
+        assert difference(value_of(one), value_of(made)) == ""
+        assert _alike(edit, one, one, (0, 2, 1, 3)) is one
 
 
 @pytest.mark.slow
