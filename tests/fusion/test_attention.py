@@ -9,12 +9,15 @@ import torch
 import torch.nn.functional as F
 
 import tileops
+from tests.fusion.test_graph import captured
 from tests.rewriting import rewritten
 from tests.substituting import ONLY, grads_agree, held
-from tileops.backend import register_kernel_builder
+from tileops.backend import DeviceFacts, register_kernel_builder
 from tileops.backend.tolerances import compare
 from tileops.fusion import cost
 from tileops.fusion.cost import takes_groups, written_out_wins
+from tileops.fusion.graph import Edit, difference, fake_mode_of, value_of
+from tileops.fusion.substitution import _alike
 
 OP, TORCH = "GQADenseFwdOp", "scaled_dot_product_attention"
 
@@ -103,6 +106,25 @@ def test_a_causal_mask_is_the_ops(name, dtype):
     assert "is_causal=True, window_size_left=-1, window_size_right=-1" in op
 
 
+def wide(function):
+    """In float32 between casts."""
+
+    def cast(q, k, v):
+        return function(q.float(), k.float(), v.float()).to(q.dtype)
+
+    return cast
+
+
+@pytest.mark.parametrize("name", ["positions", "torch, bool"])
+def test_casts_round_it_are_within_its_tolerance(name):
+    inputs = [heads(2, 3, 19, 16, dtype=torch.bfloat16) for _ in "qkv"]
+    seen = held(wide(CAUSAL[name]), inputs, meaning(last=0), "template")
+    assert len(seen.substituted()) == 1
+    assert not any(
+        "float" in str(n.target) for n in seen.graphs[0].graph.nodes if n.op == "call_method"
+    )
+
+
 def windowed(first, last, shift=0):
     def function(q, k, v):
         i, j = torch.arange(q.shape[2])[:, None] + shift, torch.arange(k.shape[2])[None]
@@ -172,16 +194,23 @@ def test_repeated_key_heads_are_groups(name):
     assert asked == [((2, 19, 6, 16), (2, 19, 2, 16))]
 
 
-def test_heads_repeated_as_a_whole_are_none():
-    """``repeat`` lays the heads one set after the other."""
+def tiled(x, times):
+    batch, number, length, width = x.shape
+    return (
+        x.unsqueeze(1).expand(-1, times, -1, -1, -1).reshape(batch, times * number, length, width)
+    )
+
+
+@pytest.mark.parametrize("repeat", [tiled, lambda x, times: x.repeat(1, times, 1, 1)])
+def test_heads_repeated_as_a_whole_are_none(repeat):
+    """One set of heads after the other: the op gets them as they are."""
     q, k, v = heads(2, 6, 19, 16), heads(2, 2, 19, 16), heads(2, 2, 19, 16)
 
     def spread(q, k, v):
-        k, v = (t.repeat(1, 3, 1, 1) for t in (k, v))
-        return meaning()(q, k, v)
+        return meaning()(q, k.repeat(1, 3, 1, 1), v.repeat(1, 3, 1, 1))
 
     def function(q, k, v):
-        return scored(q, k.repeat(1, 3, 1, 1)).softmax(-1) @ v.repeat(1, 3, 1, 1)
+        return scored(q, repeat(k, 3)).softmax(-1) @ repeat(v, 3)
 
     held(function, (q, k, v), spread, "template")
 
@@ -347,8 +376,48 @@ def test_the_rule_by_device(monkeypatch):
     assert written_out_wins(half, 4096) == ""
     assert "float32" in written_out_wins(wide, 4096)
     assert "fewer than" in written_out_wins(half, 8)
+    for capability, taken in {(8, 0): True, (7, 5): False}.items():
+        facts = DeviceFacts("cuda", 0, capability, "test", 108, 164 << 10)
+        monkeypatch.setattr(cost, "device_facts", lambda device, facts=facts: facts)
+        assert takes_groups(half) is taken
+    monkeypatch.setattr(
+        cost, "device_facts", lambda _: DeviceFacts("cuda", 0, (9, 0), "test", 132, 0)
+    )
     assert takes_groups(half)
     assert not takes_groups(wide)
     assert not takes_groups(Result(torch.bfloat16, (1, 8, 4096, 256)))
     monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: False)
     assert not takes_groups(half)
+
+
+def test_what_replaces_a_result_lies_as_it_did():
+    """Also where the function's kernel for another mask writes heads in another place."""
+
+    def function(x, y):
+        return x.transpose(1, 2) + 1, y * 2
+
+    graph = captured(function, torch.randn(2, 5, 3, 4), torch.randn(2, 3, 5, 4)).graph
+    output = next(node for node in graph.nodes if node.op == "output")
+    old, new = output.args[0]
+    for one, other in ((old, new), (new, old)):
+        edit = Edit(graph, output, fake_mode_of(graph))
+        made = _alike(edit, one, other, (0, 2, 1, 3))
+        assert made is not other
+        assert difference(value_of(one), value_of(made)) == ""
+        assert _alike(edit, one, one, (0, 2, 1, 3)) is one
+
+
+@pytest.mark.slow
+def test_what_inductor_knows_itself():
+    """A mask that is added to scores which a number divides, where q, k and v are contiguous."""
+
+    def function(q, k, v, mask):
+        return (scored(q, k) + mask).softmax(-1) @ v
+
+    q, mask = torch.randn(2, 3, 16, 16), torch.randn(2, 1, 16, 16)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with torch.no_grad(), torch._inductor.config.patch(fx_graph_cache=False):
+        run = torch.compile(function, fullgraph=True)
+        torch.testing.assert_close(run(q, q, q, mask), function(q, q, q, mask))
+    assert torch._dynamo.utils.counters["inductor"]["fuse_attention"] == 1

@@ -65,8 +65,9 @@ SCORES = {
 one that is written out; without a gradient, and with one. Measured on a CPU, estimated for CUDA. In float32
 torch's kernels for CUDA may round to TF32, which what is written out does not."""
 
-FLASH_HEAD = 128
-"""Features of a head up to which FlashAttention is taken on every card, gradients included."""
+FLASH_HEAD, FLASH_ARCH = 128, (8, 0)
+"""Features of a head up to which FlashAttention serves, gradients included, and the compute capability from
+which it does."""
 
 SLOW_IN_FLOAT64 = ("cuda",)
 """Where float64 costs so much that bytes no longer say what work costs."""
@@ -193,8 +194,10 @@ def takes_groups(result: torch.Tensor) -> bool:
     """Whether torch's attention, without a mask, reads grouped heads uncopied, as FlashAttention does."""
     if result.device.type == "cpu":
         return True
-    flash = result.device.type == "cuda" and torch.backends.cuda.flash_sdp_enabled()
-    return flash and result.dtype.itemsize == 2 and result.shape[-1] <= FLASH_HEAD
+    if result.device.type != "cuda" or not torch.backends.cuda.flash_sdp_enabled():
+        return False
+    able = device_facts(result.device).arch >= FLASH_ARCH
+    return able and result.dtype.itemsize == 2 and result.shape[-1] <= FLASH_HEAD
 
 
 # ---- epilogues of products -----------------------------------------------------------------------

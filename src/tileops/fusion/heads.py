@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch.fx import Node
 
 from tileops.fusion.graph import canonical, value_of
 from tileops.fusion.reading import argument, equal_shapes, fixed, transparent
 
-__all__ = ["swapped", "unspread", "unswapped"]
-
-
-def unswapped(node: Node) -> tuple[Node, tuple[int, ...]]:
-    """What a node is of before its dims were swapped, and which dim of that each of its dims is."""
-    order = tuple(range(value_of(node).dim()))
-    while (swap := swapped(node)) is not None:
-        node, places = swap
-        order = tuple(places[d] for d in order)
-    return node, order
+__all__ = ["between", "swapped", "unspread"]
 
 
 def swapped(node: Node) -> tuple[Node, list[int]] | None:
@@ -67,3 +59,12 @@ def unspread(node: Node) -> tuple[Node, int] | None:
         ):
             return before, dim
     return None
+
+
+def between(start: Node, end: Node) -> frozenset[Node]:
+    """The steps of one chain, without its start."""
+    steps = set()
+    while end is not start:
+        steps.add(end)
+        (end,) = (n for n in end.all_input_nodes if isinstance(value_of(n), torch.Tensor))
+    return frozenset(steps)

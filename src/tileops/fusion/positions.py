@@ -119,8 +119,7 @@ def simplified(choice: Choice, shape: tuple[Size, ...]) -> Choice:
             continue
         if most is not None and known(most >= 0):
             return constant(choice.outside)
-        if condition not in left:
-            left.append(condition)
+        left.append(condition)
     if not left or choice.inside == choice.outside:
         return constant(choice.inside)
     return replace(choice, conditions=tuple(left))

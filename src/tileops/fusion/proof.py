@@ -39,11 +39,11 @@ from tileops.fusion.graph import (
     tensors_of,
     value_of,
 )
-from tileops.fusion.heads import unspread, unswapped
+from tileops.fusion.heads import between, swapped, unspread
 from tileops.fusion.masks import Seen
 from tileops.fusion.matching import Binding
 from tileops.fusion.positions import known
-from tileops.fusion.reading import Expr, Made, equal_shapes, fixed, origin, transparent
+from tileops.fusion.reading import Expr, Made, cast_of, equal_shapes, fixed, origin, transparent
 from tileops.fusion.rewrite import Rewrite
 
 __all__ = ["Facts", "Given", "Proof", "permuted", "prove"]
@@ -252,36 +252,40 @@ def _given(meaning: Term, root: Node, b: Binding) -> dict[str, Given]:
     for hole in _holes(meaning):
         if hole.name in found:
             continue
-        shape = {"all": full, "last": full[len(full) - b.dims :]}.get(hole.over)
-        one = _as_given(hole.name, b.tensors[hole.name], dtype, shape, hole.over == "last")
-        if hole.layout and value_of(one.node).dim() != len(hole.layout):
-            raise NoMatchError(
-                f"{hole.name} has {value_of(one.node).dim()} dims, not {len(hole.layout)}"
-            )
+        seen = b.tensors[hole.name]
         if hole.layout:
-            one = _arranged(one.node, hole)
-        found[hole.name] = one
+            rank = value_of(seen[0]).dim()
+            if rank != len(hole.layout):
+                raise NoMatchError(f"{hole.name} has {rank} dims, not {len(hole.layout)}")
+            found[hole.name] = _arranged(hole, seen[0], dtype)
+            continue
+        shape = {"all": full, "last": full[len(full) - b.dims :]}.get(hole.over)
+        found[hole.name] = _as_given(hole.name, seen, dtype, shape, hole.over == "last")
     return found
 
 
-def _arranged(node: Node, hole: Tensor) -> Given:
-    """What lies in another order, before its dims were swapped and entries repeated."""
-    found, order = unswapped(node)
-    layout = tuple(order[d] for d in hole.layout)
-    spread = None
-    repeated = None if hole.grouped is None else unspread(found)
-    if repeated is not None and repeated[1] == layout[hole.grouped or 0]:
-        spread, found = found, repeated[0]
-    return Given(found, None, layout, spread, _between(found, node))
-
-
-def _between(start: Node, end: Node) -> frozenset[Node]:
-    """The steps of one chain, without its start."""
-    steps = set()
-    while end is not start:
-        steps.add(end)
-        (end,) = (n for n in end.all_input_nodes if isinstance(value_of(n), torch.Tensor))
-    return frozenset(steps)
+def _arranged(hole: Tensor, expr: Expr, dtype: torch.dtype) -> Given:
+    """What lies in another order: of that dtype, before its dims were swapped and entries repeated."""
+    assert isinstance(expr, Node)
+    node, layout, steps = expr, hole.layout, frozenset[Node]()
+    found: Given | None = None
+    while True:
+        if value_of(node).dtype is dtype:
+            found = Given(node, None, layout, None, steps)
+        steps |= {node}
+        swap = swapped(node)
+        repeated = unspread(node) if found is not None and hole.grouped is not None else None
+        if swap is not None:
+            node, layout = swap[0], tuple(swap[1][d] for d in layout)
+        elif repeated is not None and repeated[1] == layout[hole.grouped or 0]:
+            return Given(repeated[0], None, layout, node, steps | between(repeated[0], node))
+        elif found is None and (wide := cast_of(node)) is not None:
+            node = wide
+        elif found is not None:
+            return found
+        else:
+            given = _short(value_of(expr).dtype)
+            raise NoMatchError(f"{hole.name} is {given} and the result {_short(dtype)}")
 
 
 def _as_given(

@@ -154,7 +154,11 @@ class _Pass:
             return found
         call, text = found
         self._put(
-            edit, proof, call, [_alike(edit, proof.root, call)], (canonical(call) or "", text)
+            edit,
+            proof,
+            call,
+            [_alike(edit, proof.root, call, proof.layout)],
+            (canonical(call) or "", text),
         )
         return ""
 
@@ -180,15 +184,20 @@ def _call(
     count = len(op.entry.outputs)
     results = [call] if count == 1 else [edit.call(getitem, call, i) for i in range(count)]
     if proof.layout:
-        results[0] = _alike(edit, proof.root, permuted(edit, results[0], proof.layout))
+        turned = permuted(edit, results[0], proof.layout)
+        results[0] = _alike(edit, proof.root, turned, proof.layout)
     return call, results
 
 
-def _alike(edit: Edit, old: Node, new: Node) -> Node:
-    """``new``, contiguous where it does not lie as ``old`` does."""
+def _alike(edit: Edit, old: Node, new: Node, layout: tuple[int, ...]) -> Node:
+    """``new``, copied where it does not lie as ``old`` does: contiguous, or so in the op's layout."""
     if not difference(value_of(old), value_of(new)):
         return new
-    return edit.call(torch.clone, new, memory_format=torch.contiguous_format)
+    order = tuple(range(len(layout))) if value_of(old).is_contiguous() else layout
+    back = tuple(order.index(d) for d in range(len(order)))
+    turned = permuted(edit, new, order)
+    copied = edit.call(torch.clone, turned, memory_format=torch.contiguous_format)
+    return permuted(edit, copied, back)
 
 
 _BEGINNINGS: dict[type, tuple[str, ...]] = {
