@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
 from tileops.engine.pattern import (
+    Bounded,
     Call,
     Half,
     Named,
@@ -31,13 +32,17 @@ from tileops.engine.pattern import (
 )
 from tileops.fusion.graph import Edit, Modes, canonical, is_pointwise, tensors_of, value_of
 from tileops.fusion.matching import Binding
-from tileops.fusion.reading import Expr, Made, equal_shapes, fixed, origin, transparent
+from tileops.fusion.reading import Expr, Made, equal_shapes, fixed, holds, origin, transparent
 from tileops.fusion.rewrite import Rewrite
 
 __all__ = ["Given", "Proof", "prove"]
 
 _REDUCTIONS = ("mean", "std", "sum", "var", "var_mean")
 _SUMS = ("add", "rsub", "sub")
+_EXACT = ("abs", "amax", "getitem", "max")
+"""What rounds nothing, whatever its dtype."""
+_WIDENED = (torch.float16, torch.bfloat16, torch.float32)
+"""Dtypes all of whose numbers an op that computes in float32 takes as they are."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +64,8 @@ class Proof:
     """The steps that the op takes, the root among them."""
     inputs: Mapping[str, Given]
     params: Mapping[str, Any]
-    outputs: list[Node]
-    """What the op's results stand for."""
+    outputs: dict[Node, str]
+    """What the op's results stand for, by their names; '' is the first."""
     layout: tuple[int, ...]
     """How the root's dims lie in the op's first output."""
     anchor: Node
@@ -102,27 +107,39 @@ class _Facts:
         return equal_shapes((one,), (other,))
 
 
-def prove(rewrite: Rewrite, pattern: Pattern, meaning: Term, root: Node, b: Binding) -> Proof:
-    """The proof that ``root``, read as ``meaning``, is the op. Raises ``NoMatchError``."""
+def prove(
+    rewrite: Rewrite,
+    pattern: Pattern,
+    meaning: Term,
+    root: Node,
+    b: Binding,
+    beside: Mapping[Node, str],
+) -> Proof:
+    """The proof that ``root``, read as ``meaning``, is the op, and ``beside`` its further outputs. Raises
+    ``NoMatchError``."""
     if pattern.absent:
         raise NoMatchError(pattern.absent)
     if rewrite.autocast:
         raise NoMatchError("it is called under torch.autocast")
-    region = _region(root, b)
+    region = _region([root, *beside], b)
     for node in (*sorted(region), *(e for seen in b.tensors.values() for e in seen)):
         for value in tensors_of(value_of(node)):
             if not isinstance(value, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(
                 value
             ):
                 raise NoMatchError(f"{node} is no plain tensor")  # fmt: skip
-    given = _given(meaning, root, b)
+    given = _given(meaning, root, b, narrow=bool(pattern.result))
     named = [origin_node(b.named[name]) for name in b.named]
     if not any(canonical(node) == "matmul" for node in region):
         _check_shapes(root, region, b)
-    _check_dtypes(root, region, b, set(named))
+    if pattern.result:
+        _check_float32(region - {root})
+    else:
+        _check_dtypes(root, region, b, set(named))
     _check_gradients(rewrite.modes, region | set(_skipped(given, b)))
-    outputs = [root, *(origin_node(b.named[name]) for name in pattern.outputs)]
-    for node in outputs[1:]:
+    steps = {origin_node(b.named[name]): name for name in pattern.outputs}
+    outputs = {root: "", **steps, **beside}
+    for node in steps:
         if all(user in region for user in node.users):
             raise NoMatchError(f"{node.name} is not used beyond it")
     anchor = min(outputs)
@@ -134,9 +151,8 @@ def prove(rewrite: Rewrite, pattern: Pattern, meaning: Term, root: Node, b: Bind
         name: _settled(name, value)
         for name, value in pattern.params(_Facts(b.numbers, b.dims, given)).items()
     }
-    return Proof(
-        root, region, given, params, outputs, pattern.layout, anchor, _shared(region, outputs)
-    )
+    shared = _shared(region, outputs)
+    return Proof(root, region, given, params, outputs, pattern.layout, anchor, shared)
 
 
 def _settled(name: str, value: Any) -> Any:
@@ -159,11 +175,11 @@ def origin_node(expr: Expr) -> Node:
     return found
 
 
-def _region(root: Node, b: Binding) -> set[Node]:
-    """All steps from what the holes stand for to the root."""
+def _region(ends: list[Node], b: Binding) -> set[Node]:
+    """All steps from what the holes stand for to the ends."""
     bound = {node for seen in b.tensors.values() for e in seen for node in _chain(e)}
     region: set[Node] = set()
-    waiting = [root]
+    waiting = list(ends)
     while waiting:
         node = waiting.pop()
         if node in region or node in bound:
@@ -177,7 +193,7 @@ def _region(root: Node, b: Binding) -> set[Node]:
     return region
 
 
-def _shared(region: set[Node], outputs: list[Node]) -> Node | None:
+def _shared(region: set[Node], outputs: Mapping[Node, str]) -> Node | None:
     """A step used outside that is more than a cast or a view."""
     return next(
         (
@@ -200,7 +216,7 @@ def _holes(term: Term) -> Iterator[Tensor]:
         yield term
     elif isinstance(term, Half):
         yield Tensor(term.tensor.name, "any")
-    elif isinstance(term, Named):
+    elif isinstance(term, Named | Bounded):
         yield from _holes(term.term)
     elif isinstance(term, Product):
         for part, _ in term.factors:
@@ -213,14 +229,18 @@ def _holes(term: Term) -> Iterator[Tensor]:
             yield from _holes(part)
 
 
-def _given(meaning: Term, root: Node, b: Binding) -> dict[str, Given]:
+def _given(meaning: Term, root: Node, b: Binding, narrow: bool) -> dict[str, Given]:
+    """``narrow``: each as it was before it was widened, whatever the result's dtype."""
     full, dtype = tuple(value_of(root).shape), value_of(root).dtype
     found: dict[str, Given] = {}
     for hole in _holes(meaning):
         if hole.name in found:
             continue
         shape = {"all": full, "last": full[len(full) - b.dims :]}.get(hole.over)
-        one = _as_given(hole.name, b.tensors[hole.name], dtype, shape, hole.over == "last")
+        seen = b.tensors[hole.name]
+        if narrow:
+            dtype = _narrowest(seen[0], shape)
+        one = _as_given(hole.name, seen, dtype, shape, hole.over == "last")
         if hole.layout and value_of(one.node).dim() != len(hole.layout):
             raise NoMatchError(
                 f"{hole.name} has {value_of(one.node).dim()} dims, not {len(hole.layout)}"
@@ -262,6 +282,16 @@ def _as_given(
     raise NoMatchError(f"{name} is {_short(types[-1])} and the result {_short(dtype)}")
 
 
+def _narrowest(expr: Expr, shape: tuple[Any, ...] | None) -> torch.dtype:
+    """The dtype in which a value of that shape was first."""
+    dtype: torch.dtype = value_of(expr).dtype
+    for node in _chain(expr):
+        value = value_of(node)
+        if value.dtype in _WIDENED and (shape is None or equal_shapes(value.shape, shape)):
+            dtype = value.dtype
+    return dtype
+
+
 def _chain(expr: Expr) -> Iterator[Node]:
     """A node and what it is of, through dims of size 1 and casts that lose nothing."""
     assert isinstance(expr, Node)
@@ -272,7 +302,7 @@ def _chain(expr: Expr) -> Iterator[Node]:
         source = expr.args[0]
         assert isinstance(source, Node)
         old, new = value_of(source).dtype, value_of(expr).dtype
-        if torch.promote_types(old, new) is not new:
+        if not holds(new, old):
             return
         expr = source
 
@@ -307,7 +337,9 @@ def _check_shapes(root: Node, region: set[Node], b: Binding) -> None:
         broadcasts = pointwise or canonical(node) in ("expand", "expand_as")
         for source in node.all_input_nodes if broadcasts else ():
             other = value_of(source)
-            if source in core and isinstance(other, torch.Tensor) and other.dim() != value.dim():
+            if source not in core or not isinstance(other, torch.Tensor):
+                continue
+            if other.dim() not in (0, value.dim()):
                 raise NoMatchError(f"{source.name} meets other dims in {node.name}")
 
 
@@ -317,7 +349,7 @@ def _is_core(expr: Expr, full: tuple[Any, ...]) -> bool:
 
 def _check_dtypes(root: Node, region: set[Node], b: Binding, named: set[Node]) -> None:
     dtype = value_of(root).dtype
-    wide = torch.promote_types(dtype, torch.float32)
+    wide = dtype if holds(dtype, torch.float32) else torch.float32
     exact = _before_means(region, named) | {
         node
         for node in region - named - _last_sums(root, region)
@@ -331,6 +363,19 @@ def _check_dtypes(root: Node, region: set[Node], b: Binding, named: set[Node]) -
         if given.dtype not in accepted:
             there = f"{node.name} is {_short(given.dtype)}"
             raise NoMatchError(f"{there} where the op computes in {_short(accepted[-1])}")
+
+
+def _check_float32(region: set[Node]) -> None:
+    """Of the steps of a result in another dtype: only what is exact may be in one that is narrower."""
+    for node in sorted(region):
+        given = value_of(node)
+        if not isinstance(given, torch.Tensor) or not given.dtype.is_floating_point:
+            continue
+        exact = canonical(node) in _EXACT or (canonical(node) != "to" and transparent(node))
+        if given.dtype is not torch.float32 and not (exact and given.dtype in _WIDENED):
+            raise NoMatchError(
+                f"{node.name} is {_short(given.dtype)} where the op computes in float32"
+            )
 
 
 def _is_reduced(node: Node, root: Node, dims: int) -> bool:

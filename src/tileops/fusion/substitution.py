@@ -7,7 +7,7 @@ must then prove that it is the op: see ``proof``. Where nothing does, the report
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from operator import getitem
 
@@ -20,12 +20,12 @@ from tileops.engine.op import Op
 from tileops.engine.pattern import NoMatchError, Number, Pattern, Product, Sum, Term
 from tileops.fusion.cost import brings_nothing
 from tileops.fusion.graph import Edit, canonical, difference, is_pointwise, storages, value_of
-from tileops.fusion.matching import Matcher
+from tileops.fusion.matching import Binding, Matcher
 from tileops.fusion.patterns import Known, known
 from tileops.fusion.placement import served_in_tree
 from tileops.fusion.policies import policy_of
 from tileops.fusion.proof import Proof, prove
-from tileops.fusion.reading import transparent
+from tileops.fusion.reading import equal_shapes, transparent
 from tileops.fusion.rewrite import Rewrite
 
 __all__ = ["substitute"]
@@ -72,7 +72,8 @@ class _Pass:
             self.rewrite.report.add("near miss", where, one.entry.name, reason=reason)
 
     def _hinted(self, hint: Term, name: str, node: Node) -> bool:
-        if name not in _BEGINNINGS.get(type(hint), (getattr(hint, "name", ""),)):
+        known = getattr(hint, "name", "")
+        if name not in _BEGINNINGS.get(type(hint), (known, *_SPELLED.get(known, ()))):
             return False
         loose = Matcher(self.rewrite.memory, loose=True)
         return next(loose.matches(hint, node), None) is not None
@@ -81,12 +82,18 @@ class _Pass:
         """How far it came, where, and '' or why not further."""
         pattern, score, where = one.pattern, -1, hint
         reason = "no step beyond it is the op's"
-        for root in _reached(hint):
-            for meaning in pattern.meanings:
+        reached = list(_reached(hint))
+        for root in reached:
+            end = _before_cast(root, pattern.result)
+            if end is None:
+                continue
+            for place, meaning in enumerate(pattern.meanings):
                 matcher = Matcher(self.rewrite.memory)
-                for binding in matcher.matches(meaning, root):
+                for binding in matcher.matches(meaning, end):
                     try:
-                        proof = prove(self.rewrite, pattern, meaning, root, binding)
+                        terms = {name: terms[place] for name, terms in pattern.beside.items()}
+                        beside = self._beside(terms, reached, root, binding)
+                        proof = prove(self.rewrite, pattern, meaning, root, binding, beside)
                         if hint not in proof.region and hint is not root:
                             raise NoMatchError(f"{hint.name} is no part of it")
                         self._settle(one, proof)
@@ -97,6 +104,20 @@ class _Pass:
                     score, where, reason = matcher.score, root, matcher.reason
         return score, where, reason
 
+    def _beside(
+        self, terms: Mapping[str, Term], reached: list[Node], root: Node, binding: Binding
+    ) -> dict[Node, str]:
+        """What among ``reached`` stands for outputs of the op that are no steps on the way to ``root``."""
+        matcher = Matcher(self.rewrite.memory)
+        return {
+            node: name
+            for name, term in terms.items()
+            for node in reached
+            if node is not root
+            and not transparent(node)
+            and next(matcher.matches(term, node, binding), None) is not None
+        }
+
     def _settle(self, one: Known, proof: Proof) -> None:
         """Replace what is proved, or say why not. Raises ``NoMatchError`` where the op refuses."""
         cls, root = one.op, proof.root
@@ -105,6 +126,7 @@ class _Pass:
         except TileopsError as error:
             raise NoMatchError(str(error)) from None
         inputs = _inputs(op, proof)
+        _check_outputs(op, proof)
         reason = self._unwanted(op, one.pattern, proof)
         if reason:
             self.covered |= proof.region
@@ -116,7 +138,7 @@ class _Pass:
         except TileopsError as error:
             edit.undo()
             raise NoMatchError(str(error)) from None
-        problem = edit.replace(dict(zip(proof.outputs, results, strict=True)))
+        problem = edit.replace(results)
         if problem:
             raise NoMatchError(problem)
         self.covered |= proof.region
@@ -145,20 +167,55 @@ class _Pass:
         return brings_nothing(op.entry, pattern, proof.device.type, gradient)
 
 
+def _before_cast(root: Node, dtype: str) -> Node | None:
+    """Where a meaning ends whose result is cast to a dtype; ``root`` where it is not cast; None where it
+    should be."""
+    if not dtype:
+        return root
+    value, source = value_of(root), root.args[0] if root.args else None
+    cast = canonical(root) == "to" and str(value.dtype) == f"torch.{dtype}"
+    return source if cast and isinstance(source, Node) else None
+
+
+def _check_outputs(op: Op, proof: Proof) -> None:
+    """Raises ``NoMatchError`` where a gradient is asked of what has none."""
+    names = {output.name for output in op.entry.differentiable_outputs}
+    for node, name in proof.outputs.items():
+        given = name or op.entry.outputs[0].name
+        if value_of(node).requires_grad and given not in names:
+            raise NoMatchError(f"the op has no gradient of {given}, of which one is asked")
+
+
 def _call(
     edit: Edit, op: Op, proof: Proof, inputs: tuple[str | None, ...]
-) -> tuple[Node, list[Node]]:
+) -> tuple[Node, dict[Node, Node]]:
     """The call of the op, and what stands for each output that was found."""
     overload = next(o.overload for o in op._boundary.operators if o.branch == Branch())
     call = edit.call(overload, *(proof.as_input(edit, n) for n in inputs), op._instance_key)
-    count = len(op.entry.outputs)
-    results = [call] if count == 1 else [edit.call(getitem, call, i) for i in range(count)]
-    if proof.layout:
-        first = edit.call(torch.permute, results[0], proof.layout)
-        if difference(value_of(proof.root), value_of(first)):
-            first = edit.call(torch.clone, first, memory_format=torch.contiguous_format)
-        results[0] = first
-    return call, results
+    names = [output.name for output in op.entry.outputs]
+    results = {"": call} if len(names) == 1 else {}
+    found: dict[Node, Node] = {}
+    for node, name in proof.outputs.items():
+        place = names.index(name) if name else 0
+        if len(names) > 1 and name not in results:
+            results[name] = edit.call(getitem, call, place)
+        found[node] = _laid_out(edit, node, results[name], () if name else proof.layout)
+    return call, found
+
+
+def _laid_out(edit: Edit, node: Node, result: Node, layout: tuple[int, ...]) -> Node:
+    """A result of the op with the dims of what it stands for."""
+    if layout:
+        turned = edit.call(torch.permute, result, layout)
+        if difference(value_of(node), value_of(turned)):
+            turned = edit.call(torch.clone, turned, memory_format=torch.contiguous_format)
+        return turned
+    wanted, shape = value_of(node), value_of(result).shape
+    if equal_shapes(wanted.shape, (*shape, 1)):
+        return edit.call(torch.unsqueeze, result, -1)
+    if not equal_shapes(wanted.shape, shape) and wanted.numel() == value_of(result).numel() == 1:
+        return edit.call(torch.reshape, result, tuple(wanted.shape))
+    return result
 
 
 _BEGINNINGS: dict[type, tuple[str, ...]] = {
@@ -166,6 +223,9 @@ _BEGINNINGS: dict[type, tuple[str, ...]] = {
     Product: ("mul", "div", "neg", "pow", "square", "sqrt", "rsqrt", "reciprocal", "silu"),
     Number: (),
 }
+
+_SPELLED = {"amax": ("max", "getitem")}
+"""Further names of a primitive."""
 
 
 def _inputs(op: Op, proof: Proof) -> tuple[str | None, ...]:

@@ -7,7 +7,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tileops.engine.manifest.entry import Entry
-from tileops.engine.pattern import Call, Half, Named, Number, Pattern, Product, Sum, Tensor, Term
+from tileops.engine.pattern import (
+    Bounded,
+    Call,
+    Half,
+    Named,
+    Number,
+    Pattern,
+    Product,
+    Sum,
+    Tensor,
+    Term,
+)
 
 __all__ = ["check_pattern"]
 
@@ -30,7 +41,11 @@ def check_pattern(entry: Entry, package: str, fault: Callable[..., None]) -> Non
         Number: [param.name for param in entry.params],
         Named: [output.name for output in entry.outputs],
     }
-    for hole in dict.fromkeys(hole for term in pattern.meanings for hole in _holes(term)):
+    for name in pattern.beside:
+        if name not in accepted[Named]:
+            fault(f"pattern: output '{name}' is none of the op's: {', '.join(accepted[Named])}")
+    terms = [*pattern.meanings, *(term for given in pattern.beside.values() for term in given)]
+    for hole in dict.fromkeys(hole for term in terms for hole in _holes(term)):
         known = accepted[type(hole)]
         if hole.name not in known:
             kind = type(hole).__name__.lower()
@@ -51,6 +66,8 @@ def _holes(term: Any) -> Iterator[Tensor | Number | Named]:
 
 
 def _parts(term: Term) -> list[Any]:
+    if isinstance(term, Bounded):
+        return [term.term]
     if isinstance(term, Product):
         return [t for t, _ in term.factors]
     if isinstance(term, Sum):
