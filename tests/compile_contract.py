@@ -653,7 +653,7 @@ def fp8_by_blocks(batch: int) -> Tensors:
 @cold(
     "quantization.INT8DequantPerTensorFwdOp",
     "quantization_int8_dequant_per_tensor_fwd",
-    out_dtype=torch.bfloat16,
+    out_dtype=torch.float32,
 )
 def dequantised_tensor(batch: int) -> Tensors:
     return {"q": _int8(batch, 8), "scale": torch.rand(1)}
@@ -671,7 +671,7 @@ def dequantised_rows(batch: int) -> Tensors:
 @cold(
     "quantization.INT8DequantPerBlockFwdOp",
     "quantization_int8_dequant_per_block_fwd",
-    out_dtype=torch.float16,
+    out_dtype=torch.float32,
 )
 def dequantised_groups(batch: int) -> Tensors:
     return {"q": _int8(batch, 130), "scale": torch.rand(batch, 2)}
