@@ -495,6 +495,21 @@ def rope_of_rows_gradient(batch: int) -> Tensors:
     return {"grad_output": torch.randn(batch, 3, 2, 8)}
 
 
+@cold("rope.RoPETablesFwdOp", "rope_tables_fwd", rope_layout="interleaved")
+def rope_by_tables(batch: int) -> Tensors:
+    return {
+        "x": torch.randn(batch, 3, 2, 8),
+        "cos": torch.randn(3, 1, 8),
+        "sin": torch.randn(3, 1, 8),
+    }
+
+
+@cold("rope.RoPETablesBwdOp", "rope_tables_bwd")
+def rope_by_tables_gradient(batch: int) -> Tensors:
+    tables = {name: torch.randn(batch, 1, 4) for name in ("cos", "sin")}
+    return {"grad_output": torch.randn(batch, 2, 8), **tables}
+
+
 @cold("rope.LongRoPEFwdOp", "rope_long_rope_fwd", rescale_factors=(1.0, 1.5, 3.0, 8.0))
 def long_rope(batch: int) -> Tensors:
     return {"x": torch.randn(batch, 8)}

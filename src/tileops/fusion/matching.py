@@ -14,6 +14,7 @@ from tileops.engine.pattern import (
     Bounded,
     Call,
     Half,
+    Mask,
     Named,
     Number,
     Product,
@@ -24,19 +25,20 @@ from tileops.engine.pattern import (
 )
 from tileops.fusion.extremes import amax_of, at_least, bounds_of, scaled_least
 from tileops.fusion.graph import Memory, canonical, is_pointwise, value_of
+from tileops.fusion.masks import Seen, hidden, masked
+from tileops.fusion.primitives import entries_of, primitive
 from tileops.fusion.reading import (
     Expr,
     Made,
     cast_of,
     factors,
-    half_of,
     mean_of,
     number_of,
     origin,
-    primitive,
     stripped,
     summands,
 )
+from tileops.fusion.told import Told
 
 __all__ = ["Binding", "Matcher", "label"]
 
@@ -59,6 +61,7 @@ class Binding:
     """Every node at which the hole was met: one value, but for casts."""
     numbers: Mapping[str, Any] = field(default_factory=dict)
     named: Mapping[str, Expr] = field(default_factory=dict)
+    masks: Mapping[str, Seen] = field(default_factory=dict)
     dims: int = 0
     score: int = 0
 
@@ -72,6 +75,15 @@ def _with(b: Binding, name: str, value: Any) -> Binding:
     return replace(b, numbers={**b.numbers, name: value})
 
 
+def _hiding(b: Binding, name: str, seen: Seen) -> Binding:
+    return replace(b, masks={**b.masks, name: seen})
+
+
+def _untold(mask: Any) -> str:
+    named = label(mask) if isinstance(mask, Node) else mask
+    return f"{named} is a mask, and the graph does not tell what it hides"
+
+
 def _close(a: Any, b: Any) -> bool:
     return a is b or (a is not None and b is not None and math.isclose(a, b, rel_tol=CLOSE))
 
@@ -80,8 +92,8 @@ class Matcher:
     """Attempts at one term. ``loose``: dims and constants may be any, as for a hint. Where all fail,
     ``reason`` says what stood in the way of the one that came furthest."""
 
-    def __init__(self, memory: Memory, loose: bool = False) -> None:
-        self.memory, self.loose = memory, loose
+    def __init__(self, memory: Memory, told: Told, loose: bool = False) -> None:
+        self.memory, self.told, self.loose = memory, told, loose
         self.reason, self.score = "", -1
         self._steps = 0
 
@@ -107,12 +119,10 @@ class Matcher:
             return
         elif isinstance(term, Tensor):
             yield from self._tensor(term.name, expr, b)
-        elif isinstance(term, Named):
-            yield from self._named(term, expr, b)
-        elif isinstance(term, Half):
-            yield from self._half(term, expr, b)
-        elif isinstance(term, Bounded):
-            yield from self._bounded(term, expr, b)
+        elif (read := _READERS.get(type(term))) is not None:
+            yield from read(self, term, expr, b)
+        elif isinstance(term, Mask) and term.scores is not None:
+            yield from self._masked(term.name, term.scores, expr, b)
         elif isinstance(term, Product):
             wanted = sorted(term.factors, key=lambda f: _rank(f[0]))
             yield from self._product(wanted, term.coefficient, [(expr, 1.0)], 0, b)
@@ -121,8 +131,6 @@ class Matcher:
             if found is not None:
                 wanted = sorted(term.terms, key=lambda f: _rank(f[0]))
                 yield from self._sum(wanted, term.constant, found[1], found[0], 0, b)
-        elif isinstance(term, Call):
-            yield from self._call(term, expr, b)
 
     def _number(self, term: Number, expr: Any, b: Binding) -> Iterator[Binding]:
         known = None if isinstance(expr, Made) else number_of(expr)
@@ -158,22 +166,32 @@ class Matcher:
         self.note(replace(b, score=b.score + 1), f"{name} is {places}")
 
     def _half(self, term: Half, expr: Expr, b: Binding) -> Iterator[Binding]:
-        found = half_of(expr)
+        found = entries_of(expr)
         if found is not None and found[1] is term.second:
-            yield from self._tensor(term.tensor.name, found[0], b)
-        else:
-            which = "second" if term.second else "first"
-            self.note(
-                b, f"{label(origin(expr))} is not the {which} half of {term.tensor.name}'s last dim"
-            )
+            source, _, layout = found
+            name = term.layout.name if term.layout is not None else ""
+            if b.numbers.get(name, layout if name else "neox") == layout:
+                known = _with(b, name, layout) if name else b
+                yield from self._tensor(term.tensor.name, source, known)
+                return
+        what = f"the {'second' if term.second else 'first'} half of {term.tensor.name}'s last dim"
+        self.note(b, f"{label(origin(expr))} is not {what}")
+
+    def _masked(self, name: str, scores: Term, expr: Expr, b: Binding) -> Iterator[Binding]:
+        """Scores with any number of masks on them."""
+        yield from self._match(scores, expr, b if name in b.masks else _hiding(b, name, Seen()))
+        for rest, seen, mask in hidden(self.told, expr):
+            both = None if seen is None else seen.but(b.masks.get(name, Seen()))
+            if both is not None:
+                yield from self._masked(name, scores, rest, _hiding(b, name, both))
+            elif next(self._masked(name, scores, rest, b), None) is not None:
+                self.note(replace(b, score=b.score + 2), _untold(mask))
 
     def _bounded(self, term: Bounded, expr: Expr, b: Binding) -> Iterator[Binding]:
         while (found := bounds_of(expr)) is not None:
             step, (expr, *given) = expr, found
             low, high = (None if bound is None else number_of(bound) for bound in given)
-            if any(
-                n is None and bound is not None for n, bound in zip((low, high), given, strict=True)
-            ):
+            if (low, high).count(None) > given.count(None):
                 self.note(b, f"the bounds of {label(step)} are not numbers that are known")
                 return
             if (low is not None and low > term.low) or (high is not None and high < term.high):
@@ -319,19 +337,25 @@ class Matcher:
                 yield from self._reduced(term, *reduced, b)
             return
         if term.name == "maximum":
-            found = at_least(expr)
-            if found is not None:
-                yield from self._all(term.arguments, found, replace(b, score=b.score + 1))
+            pair = at_least(expr)
+            if pair is not None:
+                yield from self._all(term.arguments, pair, replace(b, score=b.score + 1))
             return
         step = primitive(expr)
         if step is not None and step[0] == term.name and len(step[1]) >= len(term.arguments):
-            for known in self._attributes(term, step[2], replace(b, score=b.score + 1)):
-                yield from self._all(term.arguments, step[1], known)
+            for found in self._attributes(term, step[2], replace(b, score=b.score + 1)):
+                yield from self._all(term.arguments, step[1], found)
 
     def _attributes(self, term: Call, given: Mapping[str, Any], b: Binding) -> Iterator[Binding]:
         for name, value in term.attributes:
             if isinstance(value, Number):
                 b = _with(b, value.name, given.get(name))
+            elif isinstance(value, Mask):
+                seen = masked(self.told, given.get(name))
+                if seen is None:
+                    self.note(b, _untold(given.get(name)))
+                    return
+                b = _hiding(b, value.name, seen)
             elif not self.loose and given.get(name) != value:
                 self.note(b, f"{name} of {term.name} is {given.get(name)!r}, not {value!r}")
                 return
@@ -403,6 +427,12 @@ class Matcher:
         return True
 
 
+_READERS: Mapping[type[Term], Callable[..., Iterator[Binding]]] = {
+    Bounded: Matcher._bounded,
+    Call: Matcher._call,
+    Half: Matcher._half,
+    Named: Matcher._named,
+}
 _REDUCING = {"mean": mean_of, "amax": amax_of}
 _PURE = frozenset(
     {"chunk", "expand", "getitem", "mT", "narrow", "permute", "reshape", "split", "split_with_sizes",
@@ -453,7 +483,7 @@ def _rank(term: Term) -> int:
 
 
 def _word(term: Term) -> str:
-    if isinstance(term, Tensor | Number | Named):
+    if isinstance(term, Tensor | Number | Named | Mask):
         return term.name
     if isinstance(term, Call):
         return term.name

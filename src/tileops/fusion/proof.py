@@ -10,7 +10,7 @@ and sums on the way may not, nor may anything be wider or of a third dtype.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from typing import Any
 
@@ -22,6 +22,7 @@ from tileops.engine.pattern import (
     Bounded,
     Call,
     Half,
+    Mask,
     Named,
     NoMatchError,
     Pattern,
@@ -30,29 +31,44 @@ from tileops.engine.pattern import (
     Tensor,
     Term,
 )
-from tileops.fusion.graph import Edit, Modes, canonical, is_pointwise, tensors_of, value_of
+from tileops.fusion.dtypes import (
+    JOINS,
+    REDUCTIONS,
+    WIDENED,
+    check_dtypes,
+    check_float32,
+    short,
+)
+from tileops.fusion.graph import (
+    Edit,
+    Modes,
+    canonical,
+    hint_of,
+    is_pointwise,
+    tensors_of,
+    value_of,
+)
+from tileops.fusion.heads import unspread, unswapped
+from tileops.fusion.masks import Seen
 from tileops.fusion.matching import Binding
+from tileops.fusion.positions import known
 from tileops.fusion.reading import Expr, Made, equal_shapes, fixed, holds, origin, transparent
 from tileops.fusion.rewrite import Rewrite
 
-__all__ = ["Given", "Proof", "prove"]
-
-_REDUCTIONS = ("mean", "std", "sum", "var", "var_mean")
-_SUMS = ("add", "rsub", "sub")
-_EXACT = ("abs", "amax", "getitem", "max")
-"""What rounds nothing, whatever its dtype."""
-_WIDENED = (torch.float16, torch.bfloat16, torch.float32)
-"""Dtypes all of whose numbers an op that computes in float32 takes as they are."""
+__all__ = ["Facts", "Given", "Proof", "permuted", "prove"]
 
 
 @dataclass(frozen=True)
 class Given:
     """What stands for an input of the op: a node, and its shape or its order of dims where that must
-    change."""
+    change. ``spread``: the same where entries of a dim are repeated. ``steps``: from the node to what was
+    found."""
 
     node: Node
     shape: tuple[Any, ...] | None = None
     layout: tuple[int, ...] = ()
+    spread: Node | None = None
+    steps: frozenset[Node] = frozenset()
 
 
 @dataclass
@@ -63,8 +79,9 @@ class Proof:
     region: set[Node]
     """The steps that the op takes, the root among them."""
     inputs: Mapping[str, Given]
+    facts: Facts
     params: Mapping[str, Any]
-    outputs: dict[Node, str]
+    outputs: Mapping[Node, str]
     """What the op's results stand for, by their names; '' is the first."""
     layout: tuple[int, ...]
     """How the root's dims lie in the op's first output."""
@@ -83,28 +100,40 @@ class Proof:
         if name is None:
             return None
         given = self.inputs[name]
-        if given.layout:
-            return edit.call(torch.permute, given.node, given.layout)
-        return (
-            given.node if given.shape is None else edit.call(torch.reshape, given.node, given.shape)
-        )
+        node = given.node
+        if given.shape is not None:
+            node = edit.call(torch.reshape, node, given.shape)
+        return permuted(edit, node, given.layout) if given.layout else node
+
+
+def permuted(edit: Edit, node: Node, order: tuple[int, ...]) -> Node:
+    """A node with its dims in another order."""
+    return node if order == tuple(range(len(order))) else edit.call(torch.permute, node, order)
 
 
 @dataclass(frozen=True)
-class _Facts:
+class Facts:
     """What a pattern's ``params`` may ask."""
 
     numbers: Mapping[str, Any]
     dims: int
     given: Mapping[str, Given]
+    masks: Mapping[str, Seen]
 
     def shape(self, name: str) -> tuple[Any, ...]:
         given = self.given[name]
-        shape = tuple(value_of(given.node).shape)
-        return tuple(shape[d] for d in given.layout) if given.layout else given.shape or shape
+        shape = given.shape or tuple(value_of(given.node).shape)
+        return tuple(shape[d] for d in given.layout) if given.layout else shape
 
     def equal(self, one: Any, other: Any) -> bool:
         return equal_shapes((one,), (other,))
+
+    def at_most(self, one: Any, other: Any) -> bool:
+        return known(one <= other)
+
+    def mask(self, name: str) -> tuple[Any, Any]:
+        seen = self.masks[name]
+        return seen.first, seen.last
 
 
 def prove(
@@ -121,38 +150,45 @@ def prove(
         raise NoMatchError(pattern.absent)
     if rewrite.autocast:
         raise NoMatchError("it is called under torch.autocast")
+    given = _given(meaning, root, b, narrow=bool(pattern.result))
     region = _region([root, *beside], b)
+    region |= {step for one in given.values() for step in one.steps}
     for node in (*sorted(region), *(e for seen in b.tensors.values() for e in seen)):
         for value in tensors_of(value_of(node)):
             if not isinstance(value, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(
                 value
             ):
                 raise NoMatchError(f"{node} is no plain tensor")  # fmt: skip
-    given = _given(meaning, root, b, narrow=bool(pattern.result))
     named = [origin_node(b.named[name]) for name in b.named]
-    if not any(canonical(node) == "matmul" for node in region):
+    if not pattern.layout:
         _check_shapes(root, region, b)
     if pattern.result:
-        _check_float32(region - {root})
+        check_float32(region - {root})
     else:
-        _check_dtypes(root, region, b, set(named))
+        check_dtypes(root, region, b, set(named))
     _check_gradients(rewrite.modes, region | set(_skipped(given, b)))
-    steps = {origin_node(b.named[name]): name for name in pattern.outputs}
-    outputs = {root: "", **steps, **beside}
-    for node in steps:
-        if all(user in region for user in node.users):
-            raise NoMatchError(f"{node.name} is not used beyond it")
+    layout = pattern.layout
+    if pattern.leading:
+        given, layout = _as_in_memory(given, value_of(root))
+    outputs = {root: "", **_steps_used(pattern, region, b), **beside}
     anchor = min(outputs)
     _check_memory(rewrite, region, root, given, b)
     for name, one in given.items():
         if not one.node < anchor:
             raise NoMatchError(f"{name} is computed after {anchor.name}, which the op returns")
-    params = {
-        name: _settled(name, value)
-        for name, value in pattern.params(_Facts(b.numbers, b.dims, given)).items()
-    }
+    facts = Facts(b.numbers, b.dims, given, b.masks)
+    params = {name: _settled(name, value) for name, value in pattern.params(facts).items()}
     shared = _shared(region, outputs)
-    return Proof(root, region, given, params, outputs, pattern.layout, anchor, shared)
+    return Proof(root, region, given, facts, params, outputs, layout, anchor, shared)
+
+
+def _steps_used(pattern: Pattern, region: set[Node], b: Binding) -> dict[Node, str]:
+    """The steps that further outputs stand for."""
+    steps = {origin_node(b.named[name]): name for name in pattern.outputs}
+    for node in steps:
+        if all(user in region for user in node.users):
+            raise NoMatchError(f"{node.name} is not used beyond it")
+    return steps
 
 
 def _settled(name: str, value: Any) -> Any:
@@ -176,8 +212,9 @@ def origin_node(expr: Expr) -> Node:
 
 
 def _region(ends: list[Node], b: Binding) -> set[Node]:
-    """All steps from what the holes stand for to the ends."""
-    bound = {node for seen in b.tensors.values() for e in seen for node in _chain(e)}
+    """All steps from what the holes and masks stand for to the ends."""
+    bound = {mask for seen in b.masks.values() for mask in seen.masks}
+    bound |= {node for seen in b.tensors.values() for e in seen for node in _chain(e)}
     region: set[Node] = set()
     waiting = list(ends)
     while waiting:
@@ -200,7 +237,7 @@ def _shared(region: set[Node], outputs: Mapping[Node, str]) -> Node | None:
             node
             for node in sorted(region)
             if node not in outputs
-            and (is_pointwise(node) or canonical(node) in _REDUCTIONS)
+            and (is_pointwise(node) or canonical(node) in (*REDUCTIONS, "matmul", "softmax"))
             and canonical(node) != "to"
             and any(user not in region for user in node.users)
         ),
@@ -218,6 +255,8 @@ def _holes(term: Term) -> Iterator[Tensor]:
         yield Tensor(term.tensor.name, "any")
     elif isinstance(term, Named | Bounded):
         yield from _holes(term.term)
+    elif isinstance(term, Mask) and term.scores is not None:
+        yield from _holes(term.scores)
     elif isinstance(term, Product):
         for part, _ in term.factors:
             yield from _holes(part)
@@ -245,8 +284,30 @@ def _given(meaning: Term, root: Node, b: Binding, narrow: bool) -> dict[str, Giv
             raise NoMatchError(
                 f"{hole.name} has {value_of(one.node).dim()} dims, not {len(hole.layout)}"
             )
-        found[hole.name] = replace(one, layout=hole.layout)
+        if hole.layout:
+            one = _arranged(one.node, hole)
+        found[hole.name] = one
     return found
+
+
+def _arranged(node: Node, hole: Tensor) -> Given:
+    """What lies in another order, before its dims were swapped and entries repeated."""
+    found, order = unswapped(node)
+    layout = tuple(order[d] for d in hole.layout)
+    spread = None
+    repeated = None if hole.grouped is None else unspread(found)
+    if repeated is not None and repeated[1] == layout[hole.grouped or 0]:
+        spread, found = found, repeated[0]
+    return Given(found, None, layout, spread, _between(found, node))
+
+
+def _between(start: Node, end: Node) -> frozenset[Node]:
+    """The steps of one chain, without its start."""
+    steps = set()
+    while end is not start:
+        steps.add(end)
+        (end,) = (n for n in end.all_input_nodes if isinstance(value_of(n), torch.Tensor))
+    return frozenset(steps)
 
 
 def _as_given(
@@ -279,7 +340,28 @@ def _as_given(
         assert shape is not None
         given = tuple(value_of(seen[0]).shape)
         raise NoMatchError(f"{name} has shape {_show(given)}, not {_show(shape)}")
-    raise NoMatchError(f"{name} is {_short(types[-1])} and the result {_short(dtype)}")
+    raise NoMatchError(f"{name} is {short(types[-1])} and the result {short(dtype)}")
+
+
+def _as_in_memory(
+    given: Mapping[str, Given], root: torch.Tensor
+) -> tuple[dict[str, Given], tuple[int, ...]]:
+    """Inputs with their leading dims in the order that the result has them in memory, and how the result's
+    dims lie in what the op makes of these."""
+    # Of two dims of one stride, one of size 1 is the inner one.
+    places = [
+        (-hint_of(stride), hint_of(n) == 1)
+        for n, stride in zip(root.shape, root.stride(), strict=True)
+    ]
+    order = (*sorted(range(root.dim() - 1), key=places.__getitem__), root.dim() - 1)
+    if order == tuple(range(root.dim())):
+        return dict(given), ()
+    found = {}
+    for name, one in given.items():
+        shape = one.shape or tuple(value_of(one.node).shape)
+        missing = (1,) * (root.dim() - len(shape))
+        found[name] = Given(one.node, (*missing, *shape) if missing else one.shape, order)
+    return found, tuple(order.index(d) for d in range(root.dim()))
 
 
 def _narrowest(expr: Expr, shape: tuple[Any, ...] | None) -> torch.dtype:
@@ -287,7 +369,7 @@ def _narrowest(expr: Expr, shape: tuple[Any, ...] | None) -> torch.dtype:
     dtype: torch.dtype = value_of(expr).dtype
     for node in _chain(expr):
         value = value_of(node)
-        if value.dtype in _WIDENED and (shape is None or equal_shapes(value.shape, shape)):
+        if value.dtype in WIDENED and (shape is None or equal_shapes(value.shape, shape)):
             dtype = value.dtype
     return dtype
 
@@ -311,10 +393,6 @@ def _show(shape: tuple[Any, ...]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 # ---- steps ---------------------------------------------------------------------------------------
 
 
@@ -323,10 +401,11 @@ def _check_shapes(root: Node, region: set[Node], b: Binding) -> None:
     full = tuple(value_of(root).shape)
     kept = full[: len(full) - b.dims] + (1,) * b.dims
     dropped = full[: len(full) - b.dims]
+    on_parts = _joined(region)
     core = region | {e for name, seen in b.tensors.items() for e in seen if _is_core(e, full)}
     for node in sorted(region):
         value = value_of(node)
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or node in on_parts:
             continue
         pointwise = is_pointwise(node) and canonical(node) != "to"
         if not pointwise and (not transparent(node) or canonical(node) == "to"):
@@ -343,76 +422,29 @@ def _check_shapes(root: Node, region: set[Node], b: Binding) -> None:
                 raise NoMatchError(f"{source.name} meets other dims in {node.name}")
 
 
+def _joined(region: set[Node]) -> set[Node]:
+    """The steps of which parts of a result come that are then joined."""
+    waiting = [s for n in region if canonical(n) in JOINS for s in n.all_input_nodes]
+    found: set[Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node in region and node not in found:
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found
+
+
 def _is_core(expr: Expr, full: tuple[Any, ...]) -> bool:
     return isinstance(expr, Node) and equal_shapes(value_of(expr).shape, full)
-
-
-def _check_dtypes(root: Node, region: set[Node], b: Binding, named: set[Node]) -> None:
-    dtype = value_of(root).dtype
-    wide = dtype if holds(dtype, torch.float32) else torch.float32
-    exact = _before_means(region, named) | {
-        node
-        for node in region - named - _last_sums(root, region)
-        if canonical(node) in _SUMS or (b.dims and _is_reduced(node, root, b.dims))
-    }
-    for node in sorted(region):
-        given = value_of(node)
-        if not isinstance(given, torch.Tensor) or not given.dtype.is_floating_point:
-            continue
-        accepted = (dtype,) if node in named else (wide,) if node in exact else (dtype, wide)
-        if given.dtype not in accepted:
-            there = f"{node.name} is {_short(given.dtype)}"
-            raise NoMatchError(f"{there} where the op computes in {_short(accepted[-1])}")
-
-
-def _check_float32(region: set[Node]) -> None:
-    """Of the steps of a result in another dtype: only what is exact may be in one that is narrower."""
-    for node in sorted(region):
-        given = value_of(node)
-        if not isinstance(given, torch.Tensor) or not given.dtype.is_floating_point:
-            continue
-        exact = canonical(node) in _EXACT or (canonical(node) != "to" and transparent(node))
-        if given.dtype is not torch.float32 and not (exact and given.dtype in _WIDENED):
-            raise NoMatchError(
-                f"{node.name} is {_short(given.dtype)} where the op computes in float32"
-            )
-
-
-def _is_reduced(node: Node, root: Node, dims: int) -> bool:
-    value = value_of(node)
-    full = tuple(value_of(root).shape)
-    return isinstance(value, torch.Tensor) and not equal_shapes(value.shape, full)
-
-
-def _before_means(region: set[Node], named: set[Node]) -> set[Node]:
-    """Means and all that goes into them."""
-    found: set[Node] = set()
-    waiting = [node for node in region if canonical(node) in _REDUCTIONS]
-    while waiting:
-        node = waiting.pop()
-        if node in region and node not in found and node not in named:
-            found.add(node)
-            waiting += node.all_input_nodes
-    return found
-
-
-def _last_sums(root: Node, region: set[Node]) -> set[Node]:
-    """The sums of which the result is made, after which no other step comes."""
-    found: set[Node] = set()
-    waiting = [root]
-    while waiting:
-        node = waiting.pop()
-        if node in region and (canonical(node) in _SUMS or transparent(node)):
-            found.add(node)
-            waiting += node.all_input_nodes
-    return found
 
 
 def _skipped(given: Mapping[str, Given], b: Binding) -> Iterator[Node]:
     """The casts and views between what is passed and the first step."""
     for name, seen in b.tensors.items():
+        known = set(_chain(given[name].node))
         for expr in seen:
-            yield from takewhile(lambda node: node is not given[name].node, _chain(expr))  # noqa: B023
+            ends = known | given[name].steps
+            yield from takewhile(lambda node: node not in ends, _chain(expr))  # noqa: B023
 
 
 def _check_gradients(modes: Modes, region: set[Node]) -> None:

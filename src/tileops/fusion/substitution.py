@@ -17,14 +17,15 @@ from torch.fx import Node
 from tileops.engine.errors import TileopsError
 from tileops.engine.manifest.entry import Branch
 from tileops.engine.op import Op
-from tileops.engine.pattern import NoMatchError, Number, Pattern, Product, Sum, Term
+from tileops.engine.pattern import Call, NoMatchError, Number, Pattern, Product, Sum, Term
 from tileops.fusion.cost import brings_nothing
 from tileops.fusion.graph import Edit, canonical, difference, is_pointwise, storages, value_of
 from tileops.fusion.matching import Binding, Matcher
 from tileops.fusion.patterns import Known, known
 from tileops.fusion.placement import served_in_tree
+from tileops.fusion.plain import plainly
 from tileops.fusion.policies import policy_of
-from tileops.fusion.proof import Proof, prove
+from tileops.fusion.proof import Proof, permuted, prove
 from tileops.fusion.reading import equal_shapes, transparent
 from tileops.fusion.rewrite import Rewrite
 
@@ -60,7 +61,10 @@ class _Pass:
             return
         best: tuple[int, Known, Node, str] | None = None
         for one, pattern in self.known:
-            if name not in pattern.calls and not self._hinted(pattern.hint, name, node):
+            hints = pattern.hint if isinstance(pattern.hint, tuple) else (pattern.hint,)
+            if name not in pattern.calls and not any(
+                self._hinted(hint, name, node) for hint in hints
+            ):
                 continue
             score, where, reason = self._attempt(one, node)
             if not reason:
@@ -72,10 +76,9 @@ class _Pass:
             self.rewrite.report.add("near miss", where, one.entry.name, reason=reason)
 
     def _hinted(self, hint: Term, name: str, node: Node) -> bool:
-        known = getattr(hint, "name", "")
-        if name not in _BEGINNINGS.get(type(hint), (known, *_SPELLED.get(known, ()))):
+        if name not in _beginnings(hint):
             return False
-        loose = Matcher(self.rewrite.memory, loose=True)
+        loose = Matcher(self.rewrite.memory, self.rewrite.told, loose=True)
         return next(loose.matches(hint, node), None) is not None
 
     def _attempt(self, one: Known, hint: Node) -> tuple[int, Node, str]:
@@ -88,7 +91,7 @@ class _Pass:
             if end is None:
                 continue
             for place, meaning in enumerate(pattern.meanings):
-                matcher = Matcher(self.rewrite.memory)
+                matcher = Matcher(self.rewrite.memory, self.rewrite.told)
                 for binding in matcher.matches(meaning, end):
                     try:
                         terms = {name: terms[place] for name, terms in pattern.beside.items()}
@@ -108,7 +111,7 @@ class _Pass:
         self, terms: Mapping[str, Term], reached: list[Node], root: Node, binding: Binding
     ) -> dict[Node, str]:
         """What among ``reached`` stands for outputs of the op that are no steps on the way to ``root``."""
-        matcher = Matcher(self.rewrite.memory)
+        matcher = Matcher(self.rewrite.memory, self.rewrite.told)
         return {
             node: name
             for name, term in terms.items()
@@ -128,6 +131,10 @@ class _Pass:
         inputs = _inputs(op, proof)
         _check_outputs(op, proof)
         reason = self._unwanted(op, one.pattern, proof)
+        if reason == one.pattern.no_gain and one.pattern.plain is not None:
+            reason = self._by_torch(one.pattern, proof)
+            if not reason:
+                return
         if reason:
             self.covered |= proof.region
             self.rewrite.report.add("declined", root, one.entry.name, reason=reason)
@@ -138,6 +145,17 @@ class _Pass:
         except TileopsError as error:
             edit.undo()
             raise NoMatchError(str(error)) from None
+        self._put(edit, proof, call, results, (one.entry.name, repr(op)))
+
+    def _put(
+        self,
+        edit: Edit,
+        proof: Proof,
+        call: Node,
+        results: Mapping[Node, Node],
+        named: tuple[str, str],
+    ) -> None:
+        """Let a call take the place of what is proved. Raises ``NoMatchError`` where it cannot."""
         problem = edit.replace(results)
         if problem:
             raise NoMatchError(problem)
@@ -147,12 +165,23 @@ class _Pass:
         self.rewrite.report.add(
             "substituted",
             call,
-            one.entry.name,
-            call=repr(op),
+            named[0],
+            call=named[1],
             steps=len(proof.region),
             stacks=[stack for stack in stacks if stack],
         )
         _sweep(self.rewrite, proof.region)
+
+    def _by_torch(self, pattern: Pattern, proof: Proof) -> str:
+        """'' where a function of torch has taken the place of what is proved, else why not."""
+        edit = Edit(self.rewrite.graph, proof.anchor, self.rewrite.mode)
+        found = plainly(edit, pattern, proof)
+        if isinstance(found, str):
+            return found
+        call, text = found
+        results = {proof.root: _alike(edit, proof.root, call)}
+        self._put(edit, proof, call, results, (canonical(call) or "", text))
+        return ""
 
     def _unwanted(self, op: Op, pattern: Pattern, proof: Proof) -> str:
         """Why plain PyTorch should stay."""
@@ -196,26 +225,29 @@ def _call(
     results = {"": call} if len(names) == 1 else {}
     found: dict[Node, Node] = {}
     for node, name in proof.outputs.items():
-        place = names.index(name) if name else 0
-        if len(names) > 1 and name not in results:
-            results[name] = edit.call(getitem, call, place)
-        found[node] = _laid_out(edit, node, results[name], () if name else proof.layout)
+        if name not in results:
+            results[name] = edit.call(getitem, call, names.index(name) if name else 0)
+        found[node] = _laid_out(edit, node, results[name])
+    if proof.layout:
+        found[proof.root] = _alike(edit, proof.root, permuted(edit, results[""], proof.layout))
     return call, found
 
 
-def _laid_out(edit: Edit, node: Node, result: Node, layout: tuple[int, ...]) -> Node:
-    """A result of the op with the dims of what it stands for."""
-    if layout:
-        turned = edit.call(torch.permute, result, layout)
-        if difference(value_of(node), value_of(turned)):
-            turned = edit.call(torch.clone, turned, memory_format=torch.contiguous_format)
-        return turned
-    wanted, shape = value_of(node), value_of(result).shape
-    if equal_shapes(wanted.shape, (*shape, 1)):
+def _laid_out(edit: Edit, node: Node, result: Node) -> Node:
+    """A result of the op with the dims of size 1 that what it stands for has."""
+    wanted, given = value_of(node), value_of(result)
+    if equal_shapes(wanted.shape, (*given.shape, 1)):
         return edit.call(torch.unsqueeze, result, -1)
-    if not equal_shapes(wanted.shape, shape) and wanted.numel() == value_of(result).numel() == 1:
+    if wanted.dim() != given.dim() and wanted.numel() == given.numel() == 1:
         return edit.call(torch.reshape, result, tuple(wanted.shape))
     return result
+
+
+def _alike(edit: Edit, old: Node, new: Node) -> Node:
+    """``new``, contiguous where it does not lie as ``old`` does."""
+    if not difference(value_of(old), value_of(new)):
+        return new
+    return edit.call(torch.clone, new, memory_format=torch.contiguous_format)
 
 
 _BEGINNINGS: dict[type, tuple[str, ...]] = {
@@ -223,9 +255,15 @@ _BEGINNINGS: dict[type, tuple[str, ...]] = {
     Product: ("mul", "div", "neg", "pow", "square", "sqrt", "rsqrt", "reciprocal", "silu"),
     Number: (),
 }
+_SPELLED = {"amax": ("amax", "getitem", "max"), "join": ("cat", "reshape")}
+"""The nodes that a primitive may be, where its name is not that of the one."""
 
-_SPELLED = {"amax": ("max", "getitem")}
-"""Further names of a primitive."""
+
+def _beginnings(hint: Term) -> tuple[str, ...]:
+    """The names of the nodes at which a hint is looked for."""
+    if isinstance(hint, Call):
+        return _SPELLED.get(hint.name, (hint.name,))
+    return _BEGINNINGS.get(type(hint), ())
 
 
 def _inputs(op: Op, proof: Proof) -> tuple[str | None, ...]:
