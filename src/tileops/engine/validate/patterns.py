@@ -11,6 +11,7 @@ from tileops.engine.pattern import (
     Bounded,
     Call,
     Half,
+    Mask,
     Named,
     Number,
     Pattern,
@@ -60,6 +61,7 @@ def _holes(term: Any) -> Iterator[Tensor | Number | Named]:
         yield from _holes(term.term)
     elif isinstance(term, Half):
         yield term.tensor
+        yield from _holes(term.layout)
     elif isinstance(term, Term):
         for part in _parts(term):
             yield from _holes(part)
@@ -68,6 +70,8 @@ def _holes(term: Any) -> Iterator[Tensor | Number | Named]:
 def _parts(term: Term) -> list[Any]:
     if isinstance(term, Bounded):
         return [term.term]
+    if isinstance(term, Mask):
+        return [term.scores]
     if isinstance(term, Product):
         return [t for t, _ in term.factors]
     if isinstance(term, Sum):
