@@ -32,7 +32,10 @@ def assemble(report: Report, heard: Events, *, cuda_graphs: bool | None, version
     pieces = [(_compilation(group, cuda_graphs, heard.told_rounds), group) for group in groups]
     for one, group in pieces:
         one.caches = read_caches(group, one, heard.started)
-    known = [(one, group) for one, group in pieces if one.capture or one.breaks or one.error]
+    known = [
+        (one, group) for one, group in pieces
+        if one.capture or one.breaks or one.error or one.recompile
+    ]  # fmt: skip
     report.compilations = [one for one, _ in known]
     _after_breaks(report.compilations)
     for one, group in known:

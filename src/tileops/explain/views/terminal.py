@@ -111,6 +111,8 @@ def _compilation(one: Compilation, shown: Sequence[str]) -> list[str]:
     head = ["", f"[{one.id}] {one.function}{rest}  {_where(one.at)}"]
     if one.error:
         head.append(f"  failed: {_first_line(one.error)}")
+    elif one.capture is None and not one.breaks:
+        head.append("  captured nothing: no work on tensors")
     return [*head, *lines] if lines or one.error else []
 
 
