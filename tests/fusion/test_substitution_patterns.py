@@ -340,16 +340,3 @@ def test_attention_is_left_to_inductor_unless_a_target_serves_it():
     with tileops.use_target("attention_test"):
         run, seen = rewritten(hf_eager)
         assert (run(q, k, k) == 7).all()
-
-
-# ---- what no op has ------------------------------------------------------------------------------
-
-
-def test_quantisation_of_rows_is_a_near_miss():
-    def function(x):
-        scale = x.abs().amax(-1, keepdim=True) / 127
-        return torch.clamp(torch.round(x / scale), -128, 127).to(torch.int8), scale
-
-    assert near_miss(function, torch.randn(4, 8)) == {
-        "FusedAddRMSNormPerTokenQuantFwdOp": "no op quantises rows without the norm before it"
-    }

@@ -8,12 +8,13 @@ casts where the dtypes allow them. ``tileops.fusion`` reads a graph against it; 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 __all__ = [
-    "Call", "Found", "Half", "Mask", "Named", "NoMatchError", "Number", "Pattern", "Plain", "Product",
-    "Sum", "Tensor", "Term", "call", "half", "mask", "mean", "named", "number", "tensor",
+    "Bounded", "Call", "Found", "Half", "Mask", "Named", "NoMatchError", "Number", "Pattern", "Plain",
+    "Product", "Sum", "Tensor", "Term", "amax", "at_least", "bounded", "call", "half", "mask", "mean",
+    "named", "number", "tensor",
 ]  # fmt: skip
 
 
@@ -93,6 +94,15 @@ class Named(Term):
 
     name: str
     term: Term
+
+
+@dataclass(frozen=True)
+class Bounded(Term):
+    """What lies between two numbers, and which a graph may therefore bound by these or wider ones."""
+
+    term: Term
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
@@ -187,6 +197,12 @@ class Pattern:
     """The op's params; raises ``NoMatchError``."""
     outputs: tuple[str, ...] = ()
     """Named steps that the op's further outputs stand for."""
+    beside: Mapping[str, tuple[Term, ...]] = field(default_factory=dict)
+    """What further outputs mean that need be no steps on the way to the first, for each of ``meanings``:
+    any nodes, or none, stand for them."""
+    result: str = ""
+    """The dtype to which the meaning is cast, where the op's first output is no float of its inputs' dtype.
+    All steps before are then in float32, but for what is exact in any dtype."""
     layout: tuple[int, ...] = ()
     """How the dims of what is found lie in the op's first output."""
     leading: bool = False
@@ -231,6 +247,21 @@ def half(of: Tensor, second: bool = False, layout: Number | None = None) -> Half
 def call(name: str, *arguments: Term, **attributes: Any) -> Call:
     """A primitive."""
     return Call(name, arguments, tuple(sorted(attributes.items())))
+
+
+def bounded(term: Term, low: float, high: float) -> Bounded:
+    """A term between two numbers."""
+    return Bounded(term, low, high)
+
+
+def amax(of: Term) -> Call:
+    """The largest over the last dims, which may be kept as dims of size 1."""
+    return Call("amax", (of,))
+
+
+def at_least(term: Term, least: Number) -> Call:
+    """A term, or a number where that is larger."""
+    return Call("maximum", (term, least))
 
 
 def mean(of: Term) -> Call:

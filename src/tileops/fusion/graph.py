@@ -74,8 +74,10 @@ _SYNONYMS = {
     "absolute": "abs",
     "bfloat16": "to",
     "bool": "to",
+    "char": "to",
     "clamp_max": "minimum",
     "clamp_min": "maximum",
+    "clip": "clamp",
     "concat": "cat",
     "concatenate": "cat",
     "divide": "div",
@@ -260,6 +262,8 @@ def _is_pointwise(name: str) -> bool:
 def is_pointwise(node: Node) -> bool:
     """Whether each element of the result needs one element of each argument."""
     name = canonical(node)
+    if name in ("max", "min"):  # of two tensors
+        return all(isinstance(value_of(a), torch.Tensor) for a in node.args) and len(node.args) == 2
     return name is not None and (name == "to" or _is_pointwise(name))
 
 

@@ -213,13 +213,13 @@ def what_came(reason: str, names: dict[str, Any], module: dict[str, Any]) -> tup
         if guard is None:
             terms = _terms(_parts(reason)[1])
             values = [_follow(term, roots) for term in terms]
-            known = terms and all(type(value) is int for value in values)
             texts = [ast.unparse(term) for term in terms]
             each = [
                 str(v) if len(terms) == 1 else f"{t} = {v}"
                 for t, v in zip(texts, values, strict=True)
             ]
-            return (reason, ", ".join(each)) if known else None
+            told = terms and all(type(value) is int for value in values)
+            return (reason, ", ".join(each)) if told else None
         about, source, _ = guard
         value = _follow(ast.parse(source, mode="eval").body, roots)
     except (KeyError, IndexError, AttributeError, TypeError, ValueError, SyntaxError):
