@@ -218,8 +218,8 @@ def what_came(reason: str, names: dict[str, Any], module: dict[str, Any]) -> tup
                 str(v) if len(terms) == 1 else f"{t} = {v}"
                 for t, v in zip(texts, values, strict=True)
             ]
-            told = terms and all(type(value) is int for value in values)
-            return (reason, ", ".join(each)) if told else None
+            whole = bool(terms) and all(type(value) is int for value in values)
+            return (reason, ", ".join(each)) if whole else None
         about, source, _ = guard
         value = _follow(ast.parse(source, mode="eval").body, roots)
     except (KeyError, IndexError, AttributeError, TypeError, ValueError, SyntaxError):
