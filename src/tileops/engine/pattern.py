@@ -62,11 +62,13 @@ class Term:
 @dataclass(frozen=True)
 class Tensor(Term):
     """A hole for a tensor. ``over``: ``all`` dims of the result, the ``last`` ones (those that a
-    reduction goes over), or ``any`` shape. ``layout``: how the op's dims lie in what is found."""
+    reduction goes over), or ``any`` shape. ``layout``: how the op's dims lie in what is found. ``wide``: of
+    the dtype of the result, or float32 where that is narrower."""
 
     name: str
     over: str = "all"
     layout: tuple[int, ...] = ()
+    wide: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,9 +172,11 @@ class Pattern:
     """Why no op has this meaning, where none has: it is reported as a near miss of the nearest one."""
 
 
-def tensor(name: str, over: str = "all", layout: tuple[int, ...] = ()) -> Tensor:
+def tensor(
+    name: str, over: str = "all", layout: tuple[int, ...] = (), wide: bool = False
+) -> Tensor:
     """A hole for a tensor."""
-    return Tensor(name, over, layout)
+    return Tensor(name, over, layout, wide)
 
 
 def number(name: str) -> Number:

@@ -229,13 +229,22 @@ def _given(meaning: Term, root: Node, b: Binding) -> dict[str, Given]:
         if hole.name in found:
             continue
         shape = {"all": full, "last": full[len(full) - b.dims :]}.get(hole.over)
-        one = _as_given(hole.name, b.tensors[hole.name], dtype, shape, hole.over == "last")
+        seen = b.tensors[hole.name]
+        wanted = _wide(seen, dtype) if hole.wide else dtype
+        one = _as_given(hole.name, seen, wanted, shape, hole.over == "last")
         if hole.layout and value_of(one.node).dim() != len(hole.layout):
             raise NoMatchError(
                 f"{hole.name} has {value_of(one.node).dim()} dims, not {len(hole.layout)}"
             )
         found[hole.name] = replace(one, layout=hole.layout)
     return found
+
+
+def _wide(seen: tuple[Expr, ...], dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the result, or the wider one that there is instead."""
+    wide = torch.promote_types(dtype, torch.float32)
+    there = {value_of(node).dtype for expr in seen for node in _chain(expr)}
+    return wide if wide in there and dtype not in there else dtype
 
 
 def _as_given(
