@@ -161,12 +161,29 @@ def test_refuses_an_unknown_condition(capsys):
     assert "accepted are break, recompile, unfused" in capsys.readouterr().err
 
 
+def test_a_library_s_kernel_fails_nothing(capsys):
+    """Products cannot be fused into, and nobody could mend that."""
+    options = ["--input", "8x8", "--input", "8x8", "--show", "inductor", "--fail-on", "unfused"]
+    assert run("interrupted", *options) == 0
+    assert "not fused: 2 pairs parted by" in capsys.readouterr().out
+
+
 def test_further_calls(capsys):
     options = ["--input", "4x4", "--then", "5x4", "--then", "6x4", *EAGER, "--show", "run"]
     assert run("whole", *options, "--fail-on", "recompile") == 1
     printed = capsys.readouterr().out
     assert "2 graphs, 0 breaks, 1 recompilation" in printed
     assert "Capture" not in printed
+
+
+def test_status_where_nothing_was_compiled(capsys, tmp_path):
+    """A check that can find nothing would pass for ever."""
+    script = tmp_path / "no_tensors.py"
+    script.write_text("def f(x):\n    return 3\n")
+    assert main(["explain", f"{script}:f", "--input", "2", *EAGER, "--fail-on", "break"]) == 2
+    shown = capsys.readouterr()
+    assert "NOTHING WAS COMPILED" in shown.out
+    assert "nothing was compiled: Dynamo read the function" in shown.err
 
 
 def test_a_stage_that_is_none(capsys):

@@ -52,6 +52,8 @@ def _attributes(node: Node, name: str) -> dict[str, Any]:
     """What may be given by position or left out, by name."""
     if name == "gelu":
         return {"approximate": argument(node, 1, "approximate", default="none")}
+    if name == "round":
+        return {"decimals": argument(node, 1, "decimals", default=0)}
     if name == "softmax":
         dim = argument(node, 1, "dim")
         value = value_of(node)

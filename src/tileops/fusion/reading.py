@@ -15,8 +15,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from tileops.fusion.graph import canonical, idle, value_of
 
 __all__ = [
-    "Expr", "Made", "argument", "cast_of", "equal_shapes", "factors", "fixed", "mean_of", "number_of",
-    "origin", "stripped", "summands", "transparent",
+    "Expr", "Made", "argument", "cast_of", "equal_shapes", "factors", "fixed", "holds", "mean_of",
+    "number_of", "origin", "reduced", "stripped", "summands", "transparent",
 ]  # fmt: skip
 
 
@@ -77,10 +77,16 @@ def _cast(node: Expr) -> tuple[torch.Tensor, torch.Tensor] | None:
     return (old, new) if floats and old.device == new.device else None
 
 
+def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether a floating dtype has all numbers of another."""
+    one, other = torch.finfo(wide), torch.finfo(narrow)
+    return one.eps <= other.eps and one.max >= other.max and one.tiny <= other.tiny
+
+
 def cast_of(node: Expr) -> Node | None:
     """What a node is a cast of, where that loses nothing."""
     found = _cast(node)
-    if found is None or torch.promote_types(found[0].dtype, found[1].dtype) != found[1].dtype:
+    if found is None or not holds(found[1].dtype, found[0].dtype):
         return None
     assert isinstance(node, Node)
     source = node.args[0]
@@ -256,7 +262,7 @@ def mean_of(expr: Expr) -> tuple[Expr, tuple[int, ...] | int] | None:
         return (expr.arguments[0], expr.dims) if expr.name == "mean" else None
     name = canonical(expr)
     if name == "mean":
-        return _reduced(expr)
+        return reduced(expr)
     if name == "var":
         variance = _variance(expr, argument(expr, 0, "input", "self"))
         return None if variance is None else (variance.arguments[0], variance.dims)
@@ -267,7 +273,7 @@ def mean_of(expr: Expr) -> tuple[Expr, tuple[int, ...] | int] | None:
         total = stripped(parts[1][0][0])
         if isinstance(total, Made) or canonical(total) != "sum":
             return None
-        found = _reduced(total)
+        found = reduced(total)
         if found is None or not isinstance(found[1], int):
             return None
         sizes = [fixed(s) for s in value_of(found[0]).shape[-found[1] :]]
@@ -276,13 +282,14 @@ def mean_of(expr: Expr) -> tuple[Expr, tuple[int, ...] | int] | None:
     return None
 
 
-def _reduced(node: Node) -> tuple[Node, tuple[int, ...] | int] | None:
+def reduced(node: Node) -> tuple[Node, tuple[int, ...] | int] | None:
+    """What a reduction is of, and over which dims."""
     one = argument(node, 0, "input", "self")
     value = value_of(one)
     if not isinstance(one, Node) or not isinstance(value, torch.Tensor):
         return None
     given = argument(node, 1, "dim", "axis")
-    if given is None:
+    if given is None or given in ((), []):
         given = range(value.dim())
     dims = [given] if isinstance(given, int) else list(given)
     if not all(isinstance(d, int) for d in dims) or not value.dim():
@@ -312,11 +319,11 @@ def _layer_norm(node: Node, x: Node) -> list[tuple[Expr, float]]:
 
 def _variance(node: Node, x: Node) -> Made | None:
     """The biased variance over the last dims; None for another."""
-    reduced = _reduced(node)
+    over = reduced(node)
     biased = node.kwargs.get("unbiased") is False or node.kwargs.get("correction") == 0
     if len(node.args) > 2 and node.args[2] is False:
         biased = True
-    if reduced is None or not isinstance(reduced[1], int) or not biased:
+    if over is None or not isinstance(over[1], int) or not biased:
         return None
-    apart = Made("sub", (x, Made("mean", (x,), reduced[1])))
-    return Made("mean", (Made("pow", (apart, 2.0)),), reduced[1])
+    apart = Made("sub", (x, Made("mean", (x,), over[1])))
+    return Made("mean", (Made("pow", (apart, 2.0)),), over[1])
