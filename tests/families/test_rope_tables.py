@@ -55,6 +55,14 @@ def test_dtypes_and_strides(layout, dtype):
     hold(torch.ones((), dtype=dtype).expand(2, 5, 3, 8), sin[..., :1].expand(5, 1, 8), cos, layout)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_tables_in_float32(dtype):
+    """They are not rounded to the dtype of ``x``."""
+    x, cos, sin = torch.ones(3, 2, dtype=dtype), torch.full((3, 1), 1 + 2.0**-12), -torch.ones(3, 1)
+    result = hold(x, -cos, sin)
+    assert (result[:, 0] == -(2.0**-12)).all()
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tables_of_angles_turn_as_the_angles_do(layout):
     x = torch.randn(2, 9, 3, 16, dtype=torch.float64)
@@ -95,8 +103,11 @@ def test_refusals():
         op(x, torch.randn(4, 1, 8), torch.randn(4, 1, 8))
     with pytest.raises(CheckError, match="argument 'sin'"):
         op(x, table, table[..., :4])
-    with pytest.raises(CheckError, match="argument 'cos'"):
-        op(x, table.half(), table.half())
+    for one, other in ((x, table.half()), (x.half(), table.bfloat16()), (x.double(), table)):
+        with pytest.raises(CheckError, match="argument 'cos'.*or float32 where that is narrower"):
+            op(one, other, other)
+    with pytest.raises(CheckError, match="argument 'sin'.*dtype"):
+        op(x.half(), table.half(), table)
     with pytest.raises(CheckError, match="argument 'x'.*pairs"):
         op(x[..., :7], table[..., :7], table[..., :7])
     with pytest.raises(CheckError, match="rope_layout"):

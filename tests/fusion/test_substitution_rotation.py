@@ -92,6 +92,24 @@ def test_spellings(name, dtype, seed):
     grads_agree(lambda x: function(x, cos, sin), (x,), lambda x: by_tables(x, cos, sin, layout))
 
 
+@pytest.mark.parametrize("name", ["llama", "by turns"])
+def test_tables_in_float32(name, seed):
+    """As OLMo 2 keeps them; those that were only cast are given as they are."""
+    function, layout, entries = SPELLINGS[name]
+    x, cos, sin = drawn((2, 5, 3, 8), (2, 5, 1, 8 // entries))
+    x = x.bfloat16()
+    for tables in ((cos, sin), (cos.bfloat16(), sin.bfloat16())):
+        seen = held(
+            lambda x, cos, sin: function(x, cos.float(), sin.float()).to(x.dtype),
+            (x, *tables),
+            lambda x, cos, sin: by_tables(x, cos, sin, layout),
+            "pointwise",
+        )
+        assert len(seen.substituted()) == 1, seen.report
+        (node,) = [n for n in seen.graphs[0].graph.nodes if "rope_tables" in str(n.target)]
+        assert node.args[1].meta["example_value"].dtype is tables[0].dtype
+
+
 @pytest.mark.parametrize("heads_first", [True, False])
 @pytest.mark.parametrize(
     ("batch", "length", "heads"), [(2, 5, 3), (1, 5, 3), (2, 1, 3), (2, 5, 1), (1, 1, 1)]
@@ -173,10 +191,8 @@ def test_what_is_no_rotation_stays_and_says_why():
 
     expected = [
         (lambda q, c, s: q * c + rotate_half(q + 1) * s, "x is add in one place"),
-        (
-            lambda q, c, s: llama(q.bfloat16(), c, s).bfloat16(),
-            "is float32 and the result bfloat16",
-        ),
+        (lambda q, c, s: llama(q, c.double(), s).float(), "mul is float64 where the op"),
+        (lambda q, c, s: llama(q.bfloat16(), c, s.bfloat16()).bfloat16(), "'sin': given dtype"),
         (lambda q, c, s: llama(q[:, :1], c.expand(2, 3, 5, 8), s), "x has shape [2, 1, 5, 8]"),
         (lambda q, c, s: llama(q, c[..., :1], s[..., :1]), "tables have D entries, or D / 2"),
         (lambda q, c, s: llama(q, c[0, 0, 0, 0], s[0, 0, 0, 0]), "given shape []"),
@@ -196,6 +212,11 @@ def test_what_is_no_rotation_stays_and_says_why():
             q * c + torch.cat((-q[:, :, :, 4:], q[:, :, :, :4]), 0).view(2, 3, 5, 8) * s
         ),
         lambda q, c, s: q * c + torch.stack((-q[0, ..., 1::2], q[0, ..., ::2]), -1).flatten(-2) * s,
+        lambda q, c, s: (
+            q * c + torch.cat((-q[:, [2, 0, 1], :, 4:], q[:, [2, 0, 1], :, :4]), -1) * s
+        ),
+        lambda q, c, s: q * c + torch.cat((-(q + 1)[..., 4:], q[..., :4]), -1) * s,
+        lambda q, c, s: q * c + torch.cat((-q[..., 4:], (q + 1)[..., :4]), -1) * s,
         lambda q, c, s: (
             q[..., :4, :] * c[..., :4, :]
             + torch.cat((-q[:, :, 2:4], q[:, :, :2]), 2) * s[..., :4, :]

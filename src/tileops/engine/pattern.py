@@ -64,12 +64,14 @@ class Term:
 class Tensor(Term):
     """A hole for a tensor. ``over``: ``all`` dims of the result, the ``last`` ones (those that a
     reduction goes over), or ``any`` shape. ``layout``: how the op's dims lie in what is found.
-    ``grouped``: the op's dim of which each entry may be found several times in a row."""
+    ``grouped``: the op's dim of which each entry may be found several times in a row. ``wide``: of the
+    dtype of the result, or float32 where that is narrower."""
 
     name: str
     over: str = "all"
     layout: tuple[int, ...] = ()
     grouped: int | None = None
+    wide: bool = False
 
 
 @dataclass(frozen=True)
@@ -218,10 +220,14 @@ class Pattern:
 
 
 def tensor(
-    name: str, over: str = "all", layout: tuple[int, ...] = (), grouped: int | None = None
+    name: str,
+    over: str = "all",
+    layout: tuple[int, ...] = (),
+    grouped: int | None = None,
+    wide: bool = False,
 ) -> Tensor:
     """A hole for a tensor."""
-    return Tensor(name, over, layout, grouped)
+    return Tensor(name, over, layout, grouped, wide)
 
 
 def mask(name: str, scores: Term | None = None) -> Mask:

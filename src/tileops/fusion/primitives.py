@@ -82,8 +82,7 @@ def _turn(node: Node) -> tuple[str, tuple[Expr, ...], dict[str, Any]] | None:
         return None
     if (second[1:], first[1:]) != ((True, layout), (False, layout)):
         return None
-    whole = equal_shapes(value_of(node).shape, value_of(first[0]).shape)
-    return ("turn", (first[0],), {"rope_layout": layout}) if whole else None
+    return "turn", (first[0],), {"rope_layout": layout}
 
 
 def _join(node: Node) -> tuple[str, tuple[Expr, ...], dict[str, Any]] | None:

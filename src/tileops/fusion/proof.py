@@ -10,7 +10,7 @@ and sums on the way may not, nor may anything be wider or of a third dtype.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 from typing import Any
 
@@ -293,8 +293,16 @@ def _given(meaning: Term, root: Node, b: Binding, narrow: bool) -> dict[str, Giv
             continue
         shape = {"all": full, "last": full[len(full) - b.dims :]}.get(hole.over)
         own = _narrowest(seen[0], shape) if narrow else dtype
+        own = _wide(seen, own) if hole.wide else own
         found[hole.name] = _as_given(hole.name, seen, own, shape, hole.over == "last")
     return found
+
+
+def _wide(seen: tuple[Expr, ...], dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the result, or the wider one that there is instead."""
+    wide = torch.promote_types(dtype, torch.float32)
+    there = {value_of(node).dtype for expr in seen for node in _chain(expr)}
+    return wide if wide in there and dtype not in there else dtype
 
 
 def _arranged(hole: Tensor, expr: Expr, dtype: torch.dtype) -> Given:
@@ -360,18 +368,17 @@ def _as_in_memory(
     """Inputs with their leading dims in the order that the result has them in memory, and how the result's
     dims lie in what the op makes of these."""
     # Of two dims of one stride, one of size 1 is the inner one.
-    places = [
-        (-hint_of(stride), hint_of(n) == 1)
-        for n, stride in zip(root.shape, root.stride(), strict=True)
-    ]
+    sizes = zip(root.shape, root.stride(), strict=True)
+    places = [(-hint_of(stride), hint_of(n) == 1) for n, stride in sizes]
     order = (*sorted(range(root.dim() - 1), key=places.__getitem__), root.dim() - 1)
     if order == tuple(range(root.dim())):
         return dict(given), ()
     found = {}
     for name, one in given.items():
-        shape = one.shape or tuple(value_of(one.node).shape)
-        missing = (1,) * (root.dim() - len(shape))
-        found[name] = Given(one.node, (*missing, *shape) if missing else one.shape, order)
+        known = one.shape or tuple(value_of(one.node).shape)
+        missing = (1,) * (root.dim() - len(known))
+        shape = (*missing, *known) if missing else one.shape
+        found[name] = replace(one, shape=shape, layout=order)
     return found, tuple(order.index(d) for d in range(root.dim()))
 
 
@@ -452,9 +459,8 @@ def _is_core(expr: Expr, full: tuple[Any, ...]) -> bool:
 def _skipped(given: Mapping[str, Given], b: Binding) -> Iterator[Node]:
     """The casts and views between what is passed and the first step."""
     for name, seen in b.tensors.items():
-        known = set(_chain(given[name].node))
+        ends = {*_chain(given[name].node), *given[name].steps}
         for expr in seen:
-            ends = known | given[name].steps
             yield from takewhile(lambda node: node not in ends, _chain(expr))  # noqa: B023
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from tileops.authoring import pattern as p
 
 _LAYOUT = p.number("rope_layout")
-_x, _cos, _sin = p.tensor("x"), p.tensor("cos", over="any"), p.tensor("sin", over="any")
+_x = p.tensor("x")
+_cos, _sin = p.tensor("cos", over="any", wide=True), p.tensor("sin", over="any", wide=True)
 
 
 def _turned(x: p.Tensor) -> p.Term:

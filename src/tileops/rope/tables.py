@@ -8,7 +8,7 @@ import torch
 from tileops.authoring import KernelInterface, Op
 from tileops.rope import rotation
 
-_KERNEL = KernelInterface(cuda=("rotate_by_tables:RotateByTables",))
+_KERNEL = KernelInterface(compiled_from=1 << 20, cuda=("rotate_by_tables:RotateByTables",))
 
 
 class RoPETablesFwdOp(Op):
@@ -16,10 +16,10 @@ class RoPETablesFwdOp(Op):
     of each pair ``(a, b)``: entries ``i`` and ``i + D / 2`` (``rope_layout`` ``neox``) or ``2i`` and
     ``2i + 1`` (``interleaved``).
 
-    ``cos`` and ``sin``: ``[*C, W]`` of the dtype of ``x``, where ``C`` broadcasts to ``B`` and ``W`` is
-    ``D`` (an entry for each of ``x``) or ``D / 2`` (one for each pair). They need lie on no circle. No
-    gradient flows to them. Formula: Su et al., RoFormer, 2021; API: ``apply_rotary_pos_emb`` of
-    ``transformers``.
+    ``cos`` and ``sin``: ``[*C, W]`` of the dtype of ``x``, or float32 where that is narrower; ``C``
+    broadcasts to ``B`` and ``W`` is ``D`` (an entry for each of ``x``) or ``D / 2`` (one for each pair).
+    They need lie on no circle. No gradient flows to them. Formula: Su et al., RoFormer, 2021; API:
+    ``apply_rotary_pos_emb`` of ``transformers``.
     """
 
     kernel = _KERNEL

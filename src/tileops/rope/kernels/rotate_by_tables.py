@@ -117,8 +117,8 @@ def _entry(call: CallSpec, tile: int, warps: int) -> Entry:
         f"{__name__}_triton:rotate_by_tables",
         signature=(
             ("x", pointer),
-            ("cos", pointer),
-            ("sin", pointer),
+            ("cos", pointer_to(cos.dtype)),
+            ("sin", pointer_to(sin.dtype)),
             ("y", pointer),
             *((name, "i32") for name in ("places", "places_inner")),
             *((name, "i64") for name in ("place_step", "place_inner_step")),
