@@ -52,7 +52,9 @@ def quantised(
             exact = tl.minimum(tl.maximum(exact, -128.0), 127.0)
         # Adding 1.5 * 2**23 leaves no fraction, rounded to even, and the integer in the lowest bits.
         bits = (exact + 12582912.0).to(tl.int32, bitcast=True)
-        if not CAREFUL:  # where one has no quotient, all others of its row are 0
+        if not CAREFUL:
+            # Where one has no quotient, all others of its row are 0. A card's NaN ends in ones, an
+            # interpreter's in zeros.
             bits = tl.where((scale < float("inf"))[:, None], bits, 0)
         return bits.to(tl.int8)
     else:
