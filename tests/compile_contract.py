@@ -663,3 +663,34 @@ def smooth_quant(batch: int) -> Tensors:
 @cold("quantization.FP8QuantPerBlockFwdOp", "quantization_fp8_quant_per_block_fwd")
 def fp8_by_blocks(batch: int) -> Tensors:
     return {"w": torch.randn(batch, 130)}
+
+
+@cold(
+    "quantization.INT8DequantPerTensorFwdOp",
+    "quantization_int8_dequant_per_tensor_fwd",
+    out_dtype=torch.float32,
+)
+def dequantised_tensor(batch: int) -> Tensors:
+    return {"q": _int8(batch, 8), "scale": torch.rand(1)}
+
+
+@cold(
+    "quantization.INT8DequantPerChannelFwdOp",
+    "quantization_int8_dequant_per_channel_fwd",
+    out_dtype=torch.float32,
+)
+def dequantised_rows(batch: int) -> Tensors:
+    return {"q": _int8(batch, 8), "scale": torch.rand(batch)}
+
+
+@cold(
+    "quantization.INT8DequantPerBlockFwdOp",
+    "quantization_int8_dequant_per_block_fwd",
+    out_dtype=torch.float32,
+)
+def dequantised_groups(batch: int) -> Tensors:
+    return {"q": _int8(batch, 130), "scale": torch.rand(batch, 2)}
+
+
+def _int8(*shape: int) -> torch.Tensor:
+    return torch.randint(-128, 128, shape, dtype=torch.int8)

@@ -1,5 +1,6 @@
-"""Random inputs that are fresh with every change of the code, and the same until the next one: what
-passes for a person passes for continuous integration. A failing test's captured output has its seed.
+"""Random inputs that are fresh with every change of the library or of the test's own file, and the
+same until the next one: what passes for a person passes for continuous integration. The captured
+output of a test that fails has its seed.
 """
 
 from __future__ import annotations
@@ -14,31 +15,31 @@ from pathlib import Path
 import pytest
 
 
-@functools.cache
-def drawn(what: str) -> int:
-    """The seed of a test, and of Hypothesis: of ``TILEOPS_TEST_SEED``, else of all code and its name."""
+def drawn(name: str, file: Path) -> int:
+    """A seed: of ``TILEOPS_TEST_SEED``, else of all code of the library, the file and the name."""
     given = os.environ.get("TILEOPS_TEST_SEED")
     if given == "fresh":
         return secrets.randbits(32)
     if given:
         return int(given)
-    return int.from_bytes(hashlib.sha256(_code() + what.encode()).digest()[:4], "big")
+    return int.from_bytes(_digest(_library() + file.read_bytes() + name.encode())[:4], "big")
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
 
 
 @functools.cache
-def _code() -> bytes:
-    root = Path(__file__).parents[1]
-    files = [f for top in ("src", "tests") for kind in ("py", "yaml") for f in (root / top).rglob(f"*.{kind}")]  # fmt: skip
-    digest = hashlib.sha256()
-    for file in sorted(files):
-        digest.update(file.read_bytes())
-    return digest.digest()
+def _library() -> bytes:
+    source = Path(__file__).parents[1] / "src"
+    files = sorted(f for kind in ("py", "yaml") for f in source.rglob(f"*.{kind}"))
+    return _digest(b"".join(file.read_bytes() for file in files))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
     if config.getoption("--hypothesis-seed", None) is None:
-        config.option.hypothesis_seed = str(drawn("hypothesis"))
+        config.option.hypothesis_seed = str(drawn("hypothesis", Path(__file__)))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -62,7 +63,7 @@ def seed(request) -> int:
     """
     import torch
 
-    number = drawn(request.node.nodeid)
+    number = drawn(request.node.nodeid, request.node.path)
     print(f"TILEOPS_TEST_SEED={number}")
     random.seed(number)
     torch.manual_seed(number ^ 0x5DEECE66D)

@@ -74,9 +74,29 @@ def fp8_per_block(op: Any, w: torch.Tensor) -> Meaning:
     return (q, scale), {}
 
 
+def dequantise(op: Any, q: torch.Tensor, scale: torch.Tensor) -> Meaning:
+    return (q.double() * scale.double().view(()),), {}
+
+
+def dequantise_rows(op: Any, q: torch.Tensor, scale: torch.Tensor) -> Meaning:
+    return (q.double() * scale.double()[..., None],), {}
+
+
+def dequantise_blocks(op: Any, q: torch.Tensor, scale: torch.Tensor) -> Meaning:
+    if not q.shape[-1]:
+        return (q.double(),), {}
+    parts = [
+        part.double() * scale[..., n : n + 1].double() for n, part in enumerate(q.split(128, -1))
+    ]
+    return (torch.cat(parts, -1),), {}
+
+
 EXACT = {
     "FP8QuantPerBlockFwdOp": fp8_per_block,
     "FP8QuantPerTokenGroupFwdOp": fp8_per_token_group,
+    "INT8DequantPerBlockFwdOp": dequantise_blocks,
+    "INT8DequantPerChannelFwdOp": dequantise_rows,
+    "INT8DequantPerTensorFwdOp": dequantise,
     "INT8QuantPerChannelFwdOp": per_channel,
     "INT8QuantPerTensorFwdOp": per_tensor,
     "INT8QuantPerTokenGroupFwdOp": per_token_group,

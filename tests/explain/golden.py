@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tileops.elementwise import ReLUFwdOp
 
@@ -32,6 +35,13 @@ def three_breaks(x):
 @torch.compiler.disable
 def hidden(y):
     return y - 1
+
+
+def waits(x):
+    """One break, by a builtin that torch cannot see into."""
+    y = x * 2
+    time.sleep(0)
+    return y + 1
 
 
 class Loud:
@@ -258,3 +268,9 @@ def loops_on_one_line(x):
     while n < 2: x, n = x + 1, n + 1  # noqa: E701
     return x, total, pairs[2, 1]
 # fmt: on
+
+
+def checkpointed(x, w):
+    """The product and what follows are computed again, and each has this line."""
+    h = checkpoint(lambda a: torch.relu(a @ w).sin(), x, use_reentrant=False)
+    return h.sum()

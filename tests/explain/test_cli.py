@@ -176,6 +176,16 @@ def test_further_calls(capsys):
     assert "Capture" not in printed
 
 
+def test_status_where_nothing_was_compiled(capsys, tmp_path):
+    """A check that can find nothing would pass for ever."""
+    script = tmp_path / "no_tensors.py"
+    script.write_text("def f(x):\n    return 3\n")
+    assert main(["explain", f"{script}:f", "--input", "2", *EAGER, "--fail-on", "break"]) == 2
+    shown = capsys.readouterr()
+    assert "NOTHING WAS COMPILED" in shown.out
+    assert "nothing was compiled: Dynamo read the function" in shown.err
+
+
 def test_a_stage_that_is_none(capsys):
     with pytest.raises(SystemExit, match="2"):
         run("whole", "--input", "4x4", "--show", "fusion")

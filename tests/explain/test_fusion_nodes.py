@@ -104,6 +104,23 @@ def test_plain_code_that_became_an_op_or_nearly():
     assert node.fused_into == one.inductor[0].kernels[0].name  # what has these lines computes it
     (near,) = one.near_misses
     assert (near.op, near.reason, near.at.number) == ("LayerNormFwdOp", "no mean", number)
+    assert not near.means_it
+
+
+def test_plain_code_that_is_an_op_and_stays(capsys):
+    """On the CPU Inductor's code for what follows a product is as fast as the op: it is no near miss."""
+
+    def plain(x, w):
+        return torch.relu(torch.nn.functional.linear(x, w))
+
+    report = explained(plain, torch.randn(8, 16), torch.randn(16, 16))
+    (left,) = report.compilations[0].near_misses
+    assert (left.op, left.means_it) == ("GEMMEpilogueFwdOp", True)
+    report.show("ops", width=1000)
+    shown = capsys.readouterr().out
+    assert "is GEMMEpilogueFwdOp, left alone: test_fusion_nodes.py" in shown
+    assert f"because: {left.reason}" in shown
+    assert "nearly" not in shown
 
 
 def test_plain_code_that_became_a_function_of_torch():

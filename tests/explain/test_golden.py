@@ -70,6 +70,12 @@ def test_three_breaks():
     assert len(report.graphs) == 4
 
 
+def test_a_builtin_that_nobody_disabled():
+    report = tileops.explain(golden.waits, torch.randn(4), backend="eager")
+    assert [each.kind for each in report.breaks] == ["builtin"]
+    assert "disable" not in report.breaks[0].advice
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_branch_on_data(sign):
     report = tileops.explain(golden.branches, sign * torch.ones(4, 4), backend="eager")
@@ -127,123 +133,6 @@ def test_loop_is_counted_once_though_traced_twice():
     assert [loop.times for loop in report.compilations[0].loops] == [3]
     assert [each.times for each in report.compilations[0].inlined] == [3]
     assert [each.kind for each in report.breaks] == ["print"]
-
-
-# ---- guards and recompilations -------------------------------------------------------------------
-
-
-def test_three_recompilations():
-    compiled = torch.compile(golden.scaled, backend="eager", dynamic=False)
-    with tileops.explaining() as report:
-        compiled(torch.randn(4), 2)
-        compiled(torch.randn(5), 2)
-        compiled(torch.randn(4, dtype=torch.float64), 2)
-        compiled(torch.randn(4), 3)
-    assert len(report.recompiles) == 3
-    seen = [
-        (f.property, f.expected, f.actual)
-        for one in report.recompiles
-        for f in one.recompile.failures
-        if f.compile_id == report.compilations[0].id
-    ]
-    assert seen == [("size[0]", "4", "5"), ("dtype", "Float", "Double"), ("value", "2", "3")]
-    assert "mark_dynamic(x, 0)" in report.recompiles[0].recompile.failures[0].advice
-    assert [one.recompile.count for one in report.recompiles] == [2, 3, 4]
-    assert report.recompiles[0].recompile.limit == torch._dynamo.config.recompile_limit
-
-
-@pytest.mark.parametrize(
-    ("first", "then", "expected"),
-    [
-        ([1, 2], [1, 2, 3], ("given", "length", "2", "3")),
-        ([1, 2], (1, 2), ("given", "type", "list", "tuple")),
-        (torch.float64, torch.int32, ("given", "value", "torch.float64", "torch.int32")),
-        (slice(0, 2), slice(0, 3), ("given.stop", "value", "2", "3")),
-        (
-            golden.helper,
-            golden.whole,
-            ("given.__code__", "identity", ("one code", "helper"), "whole"),
-        ),
-        (
-            torch.ones(4),
-            torch.ones(4).requires_grad_(),
-            ("given", "requires_grad", "False", "True"),
-        ),
-    ],
-)
-def test_recompiled_with_both_values(first, then, expected):
-    report = tileops.explain(
-        golden.takes, torch.ones(4), first, then=[(torch.ones(4), then)], backend="eager"
-    )
-    (failure,) = report.recompiles[0].recompile.failures
-    source = failure.source.removeprefix("L['").replace("']", "")
-    about, what, before, now = expected
-    assert (source, failure.property, failure.actual) == (about, what, now)
-    # Of what it knows by identity torch names the type, before 2.13 the object.
-    assert failure.expected in (before if isinstance(before, tuple) else (before,))
-
-
-def test_recompiled_by_the_state_of_the_thread():
-    step = torch.compile(golden.whole, backend="eager")
-    with tileops.explaining() as report:
-        step(torch.ones(4))
-        with torch.no_grad(), torch.autocast("cpu"):
-            step(torch.ones(4))
-    (failure,) = report.recompiles[0].recompile.failures
-    assert set(failure.expected.split(", ")) == {"grad_mode=True", "autocast(cpu)_enabled=False"}
-    assert set(failure.actual.split(", ")) == {"grad_mode=False", "autocast(cpu)_enabled=True"}
-
-
-def test_guards_by_group():
-    report = tileops.explain(golden.scaled, torch.randn(4), 2, backend="eager", dynamic=False)
-    guards = report.compilations[0].guards
-    (tensor,) = [guard for guard in guards.guards if guard.kind == "TENSOR_MATCH"]
-    assert (tensor.group, tensor.source) == ("tensor", "L['x']")
-    assert tensor.properties["size"] == [4]
-    assert tensor.properties["stride"] == [1]
-    assert tensor.properties["dtype"] == "float32"
-    assert any(g.group == "identity" and g.source == "L['factor']" for g in guards.guards)
-    assert any(g.group == "global" and g.kind == "GLOBAL_STATE" for g in guards.guards)
-    assert guards.check_us > 0
-
-
-def test_dynamic_size_is_a_range():
-    report = tileops.explain(golden.whole, torch.randn(6, 4), backend="eager", dynamic=True)
-    shapes = [g for g in report.compilations[0].guards.guards if g.group == "shape"]
-    assert any("size()[0]" in guard.code for guard in shapes)
-    assert any(isinstance(size, str) for size in report.graphs[0].nodes[-2].shape)
-
-
-def test_a_range_of_sizes():
-    x, y = torch.randn(6, 4), torch.randn(3, 8)
-    report = tileops.explain(golden.bounded, x, y, backend="eager", dynamic=True)
-    guards = report.compilations[0].guards.guards
-    ranges = {g.source: g.properties for g in guards if g.group == "shape" and g.properties}
-    assert ranges["L['x'].size()[0]"] == {"dimension": 0, "min": 2, "max": 64}
-    assert ranges["L['y'].size()[0]"] == {"dimension": 0, "min": 2}
-    (multiple,) = [g for g in guards if "% 4" in g.code]
-    assert (multiple.group, multiple.properties) == ("shape", {})
-    assert multiple.at.number == line_of(golden.bounded, "% 4")
-    (tensor,) = [g for g in guards if g.kind == "TENSOR_MATCH" and g.source == "L['x']"]
-    assert (tensor.properties["size"], tensor.properties["device"]) == ([None, None], "cpu")
-
-
-def test_limit_of_recompilations():
-    """Of three versions at most the fourth call finds no room, and runs uncompiled."""
-    with torch._dynamo.config.patch(recompile_limit=3), tileops.explaining() as report:
-        compiled = torch.compile(golden.scaled, backend="eager", dynamic=False)
-        for size in (2, 3, 4, 5, 6):
-            compiled(torch.ones(size), 2)
-    versions = [one.recompile for one in report.recompiles]
-    assert [(each.count, each.limit, each.gave_up) for each in versions] == [
-        (2, 3, False), (3, 3, False), (3, 3, True),
-    ]  # fmt: skip
-    refused = report.compilations[-1]
-    assert refused.function == "scaled"
-    assert refused.at.number == golden.scaled.__code__.co_firstlineno
-    assert "recompile" in refused.error
-    newest = versions[-1].failures[0]
-    assert (newest.property, newest.expected, newest.actual) == ("size[0]", "4", "5")
 
 
 # ---- normalisation -------------------------------------------------------------------------------
@@ -348,6 +237,38 @@ def test_saved():
     saved = {kept.target: kept.bytes for kept in part.saved}
     assert saved["aten.exp"] == 8 * 4 * 4
     assert "aten.mm" not in [kept.target for kept in part.recomputed]
+
+
+def test_lines_and_inputs_of_what_a_checkpoint_computes_again(capsys):
+    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    report = tileops.explain(golden.checkpointed, x, w, training=True, backend=AOT)
+    (one,) = report.compilations
+    part = one.normalisation.partition
+    again = {each.target: each.at and each.at.number for each in part.recomputed}
+    number = line_of(golden.checkpointed, "checkpoint(")
+    assert again["aten.mm"] == again["aten.relu"] == number
+    for graph in one.normalisation.graphs:
+        lines = {n.target: n.line and n.line.number for n in graph.nodes}
+        assert lines.get("torch.ops.aten.cos.default", number) == number
+        assert lines.get("torch.ops.aten.mm.default", number) == number
+    report.show("aten", width=200)
+    shown = capsys.readouterr().out
+    assert "primals_1 = primals_1, 64 B  an input" in shown
+    assert "aten.mm, 64 B  golden.py" in shown
+
+
+def test_lines_that_torch_does_not_keep(capsys):
+    """A module of torch's own has no line of the user's, and what it computes is no input."""
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+    x = torch.randn(2, 4, requires_grad=True)
+    report = tileops.explain(layers, x, training=True, backend=AOT)
+    assert "the user's lines of some nodes" in [each.what for each in report.unknown]
+    report.show("aten", width=200)
+    shown = capsys.readouterr().out
+    saved = [line for line in shown.splitlines() if line.strip().startswith("save ")]
+    assert [line.endswith("an input") for line in saved] == ["primals" in line for line in saved]
+    report = tileops.explain(lambda x: layers(x), x, backend=AOT)
+    assert "the user's lines of some nodes" not in [each.what for each in report.unknown]
 
 
 def test_bytes_of_what_is_kept():

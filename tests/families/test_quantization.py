@@ -10,12 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.oracle import call, check, strided
+from tests.oracle import call, check, exact, strided
 from tileops import CheckError, quantization
 from tileops.engine.errors import BackwardError
 from tileops.quantization import (
     FP8QuantPerBlockFwdOp,
     FP8QuantPerTokenGroupFwdOp,
+    INT8DequantPerBlockFwdOp,
+    INT8DequantPerChannelFwdOp,
+    INT8DequantPerTensorFwdOp,
     INT8QuantPerChannelFwdOp,
     INT8QuantPerTensorFwdOp,
     INT8QuantPerTokenGroupFwdOp,
@@ -30,6 +33,11 @@ QUANTISING = [
     INT8QuantPerTensorFwdOp,
     INT8QuantPerTokenGroupFwdOp,
     SmoothQuantFwdOp,
+]
+DEQUANTISING = [
+    INT8DequantPerBlockFwdOp,
+    INT8DequantPerChannelFwdOp,
+    INT8DequantPerTensorFwdOp,
 ]
 BY_ROWS = [INT8QuantPerChannelFwdOp, FP8QuantPerTokenGroupFwdOp]
 
@@ -205,4 +213,58 @@ def test_nothing_has_a_gradient(cls):
 
 
 def test_every_op_is_here():
-    assert {cls.__name__ for cls in QUANTISING} == set(dir(quantization))
+    assert {cls.__name__ for cls in [*QUANTISING, *DEQUANTISING]} == set(dir(quantization))
+
+
+# ---- back ----------------------------------------------------------------------------------------
+
+
+def numbers(cls, shape, dtype):
+    """An op that dequantises, and its inputs."""
+    scales = {
+        INT8DequantPerTensorFwdOp: (1,),
+        INT8DequantPerChannelFwdOp: shape[:-1],
+        INT8DequantPerBlockFwdOp: (*shape[:-1], math.ceil(shape[-1] / 128)),
+    }
+    q = torch.randint(-128, 128, shape, dtype=torch.int8)
+    return cls(dtype), {"q": q, "scale": torch.rand(scales[cls]) + 0.01}
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("cls", DEQUANTISING)
+def test_back(cls, dtype):
+    """To the bit: a product in float32, rounded."""
+    for shape in [(1, 1), (3, 5), (0, 4), (7,), (2, 3, 257), (130, 128)]:
+        op, inputs = numbers(cls, shape, dtype)
+        x = check(op, inputs)
+        (wanted,), _ = exact(op, inputs)
+        assert torch.equal(x, wanted.float().to(dtype))
+
+
+@pytest.mark.parametrize("cls", DEQUANTISING)
+def test_back_of_strides(cls):
+    op, inputs = numbers(cls, (3, 4, 6), torch.float32)
+    for name, tensor in inputs.items():
+        for _, view in strided(tensor):
+            check(op, {**inputs, name: view})
+
+
+@pytest.mark.parametrize(
+    ("quantise", "dequantise"),
+    [
+        (INT8QuantPerTensorFwdOp, INT8DequantPerTensorFwdOp),
+        (INT8QuantPerChannelFwdOp, INT8DequantPerChannelFwdOp),
+        (INT8QuantPerTokenGroupFwdOp, INT8DequantPerBlockFwdOp),
+    ],
+)
+def test_there_and_back(quantise, dequantise):
+    """The scales fit; a number is off by half a step."""
+    x = torch.randn(5, 300)
+    q, scale = quantise()(x)
+    back = dequantise(torch.float32)(q, scale)
+    assert ((back - x).abs() <= scale.max() / 2 * (1 + 1e-5)).all()
+
+
+def test_dtypes_of_numbers():
+    with pytest.raises(CheckError, match="out_dtype"):
+        INT8DequantPerTensorFwdOp(torch.int8)

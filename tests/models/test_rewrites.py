@@ -106,7 +106,8 @@ LAYERS = 2
 @pytest.mark.parametrize("name", ZOO)
 def test_what_is_recognised_in_a_layer(name, dtype):
     """Each layer has two norms, one after attention's sum and one after its predecessor's, and the model
-    one more. Qwen3 normalises queries and keys too; BERT its embeddings first and sums after."""
+    one more; queries and keys are turned. Qwen3 normalises these too; BERT its embeddings first and sums
+    after, and turns nothing."""
     kind = ZOO[name]
     model, text = kind.make(dtype), ids(2, 7)
     with torch.no_grad():
@@ -116,7 +117,9 @@ def test_what_is_recognised_in_a_layer(name, dtype):
     found = Counter(data["op"] for data in seen.report.of("substituted"))
     if name == "bert":
         assert found["LayerNormFwdOp"] == 2 * LAYERS + 1
+        assert not found["RoPETablesFwdOp"]
     else:
+        assert found["RoPETablesFwdOp"] == 2 * LAYERS
         on_heads = 2 * LAYERS if name == "qwen3" else 0
         assert sum(found[norm] for norm in NORMS) == 2 * LAYERS + 1 + on_heads
         if name != "gemma":  # whose 1 + weight is of the norm alone

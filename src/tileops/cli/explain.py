@@ -19,8 +19,8 @@ __all__ = ["add_command"]
 
 _ABOUT = """\
 Compile a function or module of a script, call it once, and show each stage of torch.compile.
-Exit status: 0; 1 where the report has what --fail-on names; 2 where the request is no good or the
-call raises."""
+Exit status: 0; 1 where the report has what --fail-on names; 2 where the request is no good, the call
+raises or nothing was compiled."""
 _CONDITIONS = ("break", "recompile", "unfused")
 _DTYPES = {
     "f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "i8": "int8",
@@ -118,6 +118,9 @@ def _explain(options: argparse.Namespace) -> int:
         return 2
     if raised is not None:
         _tell(raised)
+        return 2
+    if report.nothing:  # neither good nor bad: a check of it would pass for ever
+        print(f"tileops explain: nothing was compiled: {report.nothing}", file=sys.stderr)
         return 2
     failed = [name for name in options.fail_on if _count(report, name)]
     for name in failed:

@@ -30,7 +30,7 @@ __all__ = [
     "compile_place", "compiled_times", "computed_table", "differentiated", "differentiated_so_far",
     "generated_names", "global_state", "is_torch_file", "key_set", "launched_with", "library", "limit",
     "memory_gbps", "node_stacks", "on_autotune", "on_round", "plain_of", "profiled", "recompiled_frame",
-    "redispatch", "span", "tapped", "untouched", "written_arguments",
+    "redispatch", "span", "switched_off", "tapped", "untouched", "written_arguments",
 ]  # fmt: skip
 
 TRACE = "torch.__trace"
@@ -500,6 +500,13 @@ def _forgotten_code() -> Iterator[None]:
         handle.remove()
         for code in fresh:
             torch._C._dynamo.eval_frame.reset_code(code)
+
+
+@_adapter
+def switched_off() -> bool:
+    """Whether Dynamo is to compile nothing."""
+    found: bool = torch._dynamo.config.disable
+    return found
 
 
 def compiled_times(code: Any) -> int:

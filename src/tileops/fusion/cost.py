@@ -23,7 +23,7 @@ from tileops.engine.pattern import Pattern
 from tileops.engine.plan import in_tree_kernels
 from tileops.engine.select import select
 from tileops.engine.targets import device_facts
-from tileops.fusion.graph import fusable, tensors_of, value_of
+from tileops.fusion.graph import fusable, hint_of, tensors_of, value_of
 
 __all__ = [
     "ADVANTAGE",
@@ -35,6 +35,7 @@ __all__ = [
     "brings_nothing",
     "epilogue_loses",
     "estimate",
+    "is_cpu",
     "one_row_pays",
     "slowly_wide",
     "takes_groups",
@@ -134,15 +135,7 @@ def _outputs(node: Node) -> list[Node]:
 
 
 def _nbytes(value: Any) -> int:
-    return sum(_hint(t.numel()) * t.dtype.itemsize for t in tensors_of(value))
-
-
-def _hint(size: Any) -> int:
-    """A number for a size that may be symbolic; no guard comes of it."""
-    if isinstance(size, torch.SymInt):
-        hint = size.node.hint if size.node.has_hint() else None
-        return 1 << 20 if hint is None else int(hint)
-    return int(size)
+    return sum(hint_of(t.numel()) * t.dtype.itemsize for t in tensors_of(value))
 
 
 def one_row_pays(dtype: torch.dtype, length: int) -> str:
@@ -191,7 +184,7 @@ def written_out_wins(result: torch.Tensor, keys: Any) -> str:
         return (
             f"torch's attention was not seen to be faster on {result.device.type} in {result.dtype}"
         )
-    scores, least = _hint(result.shape[-2]) * _hint(keys), limits[result.requires_grad]
+    scores, least = hint_of(result.shape[-2]) * hint_of(keys), limits[result.requires_grad]
     if scores >= least:
         return ""
     return f"Inductor's code is faster for fewer than {least} scores a head, here {scores}"
@@ -209,8 +202,13 @@ def takes_groups(result: torch.Tensor) -> bool:
 
 # ---- epilogues of products -----------------------------------------------------------------------
 
-APART = "cublas_then_finish"
-"""The kernel that does what Inductor does: the library's product, then one kernel over its result."""
+APART = ("cublas_then_finish", "product_then_steps")
+"""The kernels that do what Inductor does: the library's product, then others over its result."""
+
+
+def is_cpu(device: torch.device) -> bool:
+    """Whether products are those of a CPU's libraries."""
+    return device_facts(device).type == "cpu"
 
 
 def epilogue_loses(
@@ -222,21 +220,19 @@ def epilogue_loses(
     symbolic sizes count as hinted.
     """
     facts = device_facts(device)
-    if facts.type != "cuda":
-        return f"on {facts.type} Inductor's code for what follows a product is as fast"
     call = CallSpec(
         type(op).__name__, SimpleNamespace(**op._params), {},
         {name: _spec(value) for name, value in inputs.items()},
         {name: _spec(value) for name, value in outputs.items()}, facts,
     )  # fmt: skip
     found = select(call, in_tree_kernels(type(op), facts.type))
-    if found.kernel.name != APART and not found.kernel.last_resort:
+    if found.kernel.name not in APART and not found.kernel.last_resort:
         return ""
-    others = "; ".join(f"{name}: {why}" for name, why in found.refused)
+    others = "; ".join(f"{name}: {why}" for name, why in found.refused if name != "decomposition")
     return f"the library's product and a kernel after it are as fast ({others})"
 
 
 def _spec(value: Any) -> TensorSpec | None:
     if value is None:
         return None
-    return TensorSpec.contiguous_of(tuple(map(_hint, value.shape)), value.dtype, value.device)
+    return TensorSpec.contiguous_of(tuple(map(hint_of, value.shape)), value.dtype, value.device)

@@ -20,6 +20,7 @@ __all__ = [
     "canonical",
     "difference",
     "fusable",
+    "hint_of",
     "idle",
     "is_pointwise",
     "storages",
@@ -40,6 +41,14 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]  # most are: a tree costs much more
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def hint_of(size: Any) -> int:
+    """A number for a size that may be symbolic; no guard comes of it."""
+    if isinstance(size, torch.SymInt):
+        hint = size.node.hint if size.node.has_hint() else None
+        return 1 << 20 if hint is None else int(hint)
+    return int(size)
 
 
 def difference(old: Any, new: Any) -> str:
@@ -65,8 +74,10 @@ _SYNONYMS = {
     "absolute": "abs",
     "bfloat16": "to",
     "bool": "to",
+    "char": "to",
     "clamp_max": "minimum",
     "clamp_min": "maximum",
+    "clip": "clamp",
     "concat": "cat",
     "concatenate": "cat",
     "divide": "div",
@@ -251,6 +262,8 @@ def _is_pointwise(name: str) -> bool:
 def is_pointwise(node: Node) -> bool:
     """Whether each element of the result needs one element of each argument."""
     name = canonical(node)
+    if name in ("max", "min"):  # of two tensors
+        return all(isinstance(value_of(a), torch.Tensor) for a in node.args) and len(node.args) == 2
     return name is not None and (name == "to" or _is_pointwise(name))
 
 

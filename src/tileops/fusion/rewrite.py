@@ -30,8 +30,8 @@ class Rewrite:
     """What the backend's options say for all ops."""
     autocast: bool = False
     """Some of the graph runs under ``torch.autocast``, which changes what functions compute."""
-    max_autotune: bool = False
-    """Inductor times its own templates, which take epilogues too."""
+    own_products: str = ""
+    """The option by which Inductor has products of its own, which take epilogues too."""
     report: Report = field(default_factory=Report)
     inlined: list[tuple[Op, torch.device]] = field(default_factory=list)
     """Ops that the caller wrote and that have become code: it serves where in-tree kernels would."""
@@ -45,7 +45,7 @@ class Rewrite:
         return self.module.graph
 
 
-def begin(module: GraphModule, policy: str | None, max_autotune: bool = False) -> Rewrite | None:
+def begin(module: GraphModule, policy: str | None, own_products: str = "") -> Rewrite | None:
     """The rewrite of ``module``, in place; None where it holds no tensors."""
     mode = fake_mode_of(module.graph)
     if mode is None:
@@ -55,4 +55,4 @@ def begin(module: GraphModule, policy: str | None, max_autotune: bool = False) -
     )
     graph, memory = module.graph, Memory(module.graph)
     told = Told(graph, memory)
-    return Rewrite(module, mode, memory, Modes(graph), told, policy, autocast, max_autotune)
+    return Rewrite(module, mode, memory, Modes(graph), told, policy, autocast, own_products)

@@ -26,7 +26,8 @@ _KINDS = {
     "raise": r"Observed exception",
     "backward": r"Tensor\.backward\(\)|requires_grad_\(\) intermediate|autograd\.grad",
     "generator": r"generator|yield",
-    "skipped": r"marked as skipped|skip(ped)? function|in skipfiles|(compiler|dynamo)\.disable",
+    "skipped": r"(?s)\A(?!.*trace the builtin)"
+    r".*(marked as skipped|skip(ped)? function|in skipfiles|(compiler|dynamo)\.disable)",
     "builtin": r"builtin|[Uu]nsupported|C(/C\+\+)? (function|extension)",
 }
 _ABANDONED = "Failed to handle graph break gracefully"

@@ -63,7 +63,8 @@ def _rewritten(one: Compilation, event: Recorded, recorded: list[Recorded]) -> N
         for op in same:
             op.not_fused = told["reason"]
         if not same:
-            one.near_misses.append(NearMiss(told["op"], line, told["reason"]))
+            means_it = event.kind == "declined"
+            one.near_misses.append(NearMiss(told["op"], line, told["reason"], means_it))
 
 
 def _inside(op: OpNode, inductor: list[Inductor], lowered: list[Graph]) -> str | None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jinja2
 from markupsafe import Markup
 
+from tileops.explain.collect.graphs import NODE_LINE
 from tileops.explain.model import (
     Break,
     Compilation,
@@ -40,7 +41,6 @@ _AROUND = 4
 """Lines of source that stay in view beside one that has something to tell."""
 _FOLDED = 4
 """Fewer lines with nothing to tell are not worth folding."""
-_FILE = re.compile(r"^\s*# File: (?P<file>.+?):(?P<number>\d+) in ")
 _ASSIGNED = re.compile(r"^(?P<indent>\s*)(?P<name>\w+)(?=(?:: \".*?\")? = )")
 _WORD = re.compile(r"[A-Za-z_]\w*")
 
@@ -258,7 +258,7 @@ class Page:
         """Lines of a graph's code; those that name the user's file lead there, others to nodes."""
         lines: list[list[Piece]] = []
         for text in graph.code.splitlines():
-            if match := _FILE.match(text):
+            if match := NODE_LINE.match(text):
                 at = Line(match["file"], int(match["number"]))
                 lines.append([(text, self.line(at))])
             elif match := _ASSIGNED.match(text):

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tileops.explain.model import (
+    EVERYTHING,
     Break,
     Compilation,
     Guards,
@@ -75,6 +76,9 @@ def _first_line(text: str) -> str:
 def _summary(report: Report) -> Iterable[str]:
     kernels = [k for one in report.compilations for each in one.inductor for k in each.kernels]
     yield f"{report.title or 'compiled code'}  (torch {report.torch}, {report.device})"
+    if report.nothing:
+        yield f"  NOTHING WAS COMPILED: {report.nothing}."
+        return
     yield (
         f"  {_count(len(report.graphs), 'graph')}, {_count(len(report.breaks), 'break')}, "
         f"{_count(len(report.recompiles), 'recompilation')}, {_count(len(kernels), 'kernel launch')}"
@@ -93,7 +97,7 @@ def _summary(report: Report) -> Iterable[str]:
 def _compilation(one: Compilation, shown: Sequence[str]) -> list[str]:
     parts = {
         "capture": lambda: _capture(one),
-        "breaks": lambda: [line for each in one.breaks for line in _break(each)],
+        "breaks": lambda: [line for each in one.breaks for line in _break(each, one)],
         "guards": lambda: [*_recompile(one.recompile), *_guards(one.guards)],
         "aten": lambda: _normalisation(one.normalisation),
         "inductor": lambda: [line for each in one.inductor for line in _inductor(each)],
@@ -107,6 +111,8 @@ def _compilation(one: Compilation, shown: Sequence[str]) -> list[str]:
     head = ["", f"[{one.id}] {one.function}{rest}  {_where(one.at)}"]
     if one.error:
         head.append(f"  failed: {_first_line(one.error)}")
+    elif one.capture is None and not one.breaks:
+        head.append("  captured nothing: no work on tensors")
     return [*head, *lines] if lines or one.error else []
 
 
@@ -123,9 +129,14 @@ def _capture(one: Compilation) -> Iterable[str]:
         yield f"    unrolled {times}  {_code(loop.at)}"
 
 
-def _break(each: Break) -> Iterable[str]:
+def _break(each: Break, one: Compilation) -> Iterable[str]:
     yield f"  Break ({each.kind}): {_code(each.at)}"
     yield f"    {each.reason}"
+    own = [i for i, line in enumerate(each.stack) if line.function == one.function]
+    if (
+        calls := each.stack[own[-1] : -1] if own else []
+    ):  # who called the function is not its affair
+        yield f"    called from: {' → '.join(map(_where, calls))}"
     if each.crossing is not None:
         values = ", ".join(
             f"{n.name} {n.dtype or ''} {n.shape or ''} {size(n.bytes)}" for n in each.crossing
@@ -213,7 +224,8 @@ def _normalisation(made: Normalisation | None) -> Iterable[str]:
         yield f"    saved for backward: {size(part.saved_bytes)} (all that it reads: {everything})"
         for name, kept in (("save", part.saved), ("recompute", part.recomputed)):
             for each in kept:
-                place = _where(each.at) if each.at else "an input"
+                given = each.at is None and each.name == each.target
+                place = "an input" if given else _where(each.at)
                 yield f"      {name} {each.name} = {each.target}, {size(each.bytes)}  {place}"
 
 
@@ -301,8 +313,9 @@ def _op(op: OpNode) -> Iterable[str]:
 
 def _near(one: Compilation) -> Iterable[str]:
     for miss in one.near_misses:
-        yield f"  nearly {miss.op}: {_code(miss.at)}"
-        yield f"    {miss.reason}"
+        what = f"is {miss.op}, left alone" if miss.means_it else f"nearly {miss.op}"
+        yield f"  {what}: {_code(miss.at)}"
+        yield f"    because: {miss.reason}"
 
 
 def _rest(report: Report) -> Iterable[str]:
@@ -320,4 +333,5 @@ def _rest(report: Report) -> Iterable[str]:
     for op in report.eager_ops:
         yield from _op(op)
     for each in report.unknown:
-        yield f"unknown: {each.what}: {each.why}"
+        if each.what != EVERYTHING:  # it stands at the top
+            yield f"unknown: {each.what}: {each.why}"
