@@ -47,7 +47,7 @@ def backend(
 
     ``mode`` and ``options`` are Inductor's, as ``torch.compile`` takes them, and
     ``options={"tileops.fusion": "never" | "always" | "auto"}``. Raises ``ValueError`` for another policy
-    or option of this library and ``RuntimeError``, Inductor's, for an option or a mode that it does not know.
+    or option of this library and ``RuntimeError``, Inductor's, for an option or a mode unknown to it.
     """
     own = dict(options or {})
     policy = own.pop(OPTION, None)
