@@ -29,8 +29,7 @@ def part(tensor: torch.Tensor, place: Any, rank: int, ranks: int) -> torch.Tenso
     if place == REPLICATE:
         return tensor.clone()
     if place == SUM:
-        share = tensor * 0.25  # and the first rank has the rest
-        return share if rank else tensor - share * (ranks - 1)
+        return tensor * 0.5 ** min(rank + 1, ranks - 1)  # exact in halves too
     size = tensor.shape[place]
     step = -(-size // ranks)
     low, high = min(step * rank, size), min(step * (rank + 1), size)

@@ -37,7 +37,11 @@ def test_three_recompilations():
         ([1, 2], (1, 2), ("given", "type", "list", "tuple")),
         (torch.float64, torch.int32, ("given", "value", "torch.float64", "torch.int32")),
         (slice(0, 2), slice(0, 3), ("given.stop", "value", "2", "3")),
-        (golden.helper, golden.whole, ("given.__code__", "identity", "one code", "whole")),
+        (
+            golden.helper,
+            golden.whole,
+            ("given.__code__", "identity", ("one code", "helper"), "whole"),
+        ),
         (
             torch.ones(4),
             torch.ones(4).requires_grad_(),
@@ -51,7 +55,10 @@ def test_recompiled_with_both_values(first, then, expected):
     )
     (failure,) = report.recompiles[0].recompile.failures
     source = failure.source.removeprefix("L['").replace("']", "")
-    assert (source, failure.property, failure.expected, failure.actual) == expected
+    about, what, before, now = expected
+    assert (source, failure.property, failure.actual) == (about, what, now)
+    # Of what it knows by identity torch names the type, before 2.13 the object.
+    assert failure.expected in (before if isinstance(before, tuple) else (before,))
 
 
 def test_recompiled_by_the_state_of_the_thread():

@@ -155,7 +155,7 @@ _STATED = {
     "value": rf"^{_SOURCE} (?:==|is) (?P<expected>.+)$",
     "length": rf"^len\({_SOURCE}\) == (?P<expected>\d+)$",
     "type": rf"^___check_type_id\({_SOURCE}, \d+\)(?:, type=<class '(?P<expected>.+)'>)?$",
-    "identity": rf"^___check_obj_id\({_SOURCE}, \d+\)(?:, type=<class '(?P<expected>.+)'>)?$",
+    "identity": rf"^___check_obj_id\({_SOURCE}, \d+\)(?:, type=(?P<expected>.+))?$",
 }
 """Guards on what is no tensor, by what they compare."""
 _REQUIRES_GRAD = re.compile(
@@ -186,8 +186,19 @@ def stated(reason: str) -> tuple[str, str, str | None] | None:
     guard = _parts(reason)[1]
     for name, words in _STATED.items():
         if found := re.match(words, guard, re.DOTALL):
-            return name, found["source"], found["expected"]
+            expected = found["expected"]
+            return name, found["source"], _one(expected) if name == "identity" else expected
     return None
+
+
+def _one(thing: str | None) -> str | None:
+    """What torch says of an object that it knows by identity: a class, or before 2.13 the object."""
+    if found := re.match(r"<class '(.+)'>$", thing or ""):
+        return f"one {found[1]}"
+    found = re.match(
+        r"<(?:code object|function|built-in function) (\S+?)(?: at 0x.*)?>$", thing or ""
+    )
+    return found[1] if found else None
 
 
 def what_came(reason: str, names: dict[str, Any], module: dict[str, Any]) -> tuple[str, str] | None:
@@ -327,7 +338,6 @@ def _failure(reason: str, values: dict[str, str]) -> Failure:
             advice = _advice(what, f"{source} and {expected}", None)
             return Failure(place, guard, source, "identity", *told, advice)
         came = values.get(_asked(what, source))
-        expected = f"one {expected}" if what == "identity" and expected else expected
         how = "constant" if what == "value" and not _is_number(expected) else what
         return Failure(place, guard, source, what, expected, came, _advice(how, source, None))
     if _STATE.match(guard):

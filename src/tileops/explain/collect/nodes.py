@@ -55,6 +55,8 @@ def _rewritten(one: Compilation, event: Recorded, recorded: list[Recorded]) -> N
         found = [user_line(stack) for stack in told.get("stacks", [told["stack"]])]
         places = {(each.file, each.number): each for each in found if each is not None}
         op.substituted_from = [places[place] for place in sorted(places)]
+        if op.op.startswith("torch."):
+            op.target, op.decided_by, op.kernel = "torch", "the backend", told["op"]
         one.ops.append(op)
     elif event.kind in ("declined", "near miss"):
         same = [each for each in one.ops if (each.node, each.op) == (told["node"], told["op"])]

@@ -296,7 +296,8 @@ def _run(one: Compilation) -> Iterable[str]:
 
 
 def _op(op: OpNode) -> Iterable[str]:
-    yield f"  tileops {op.op}{op.parameters}  {_where(op.at)}"
+    owner = "" if op.op.startswith("torch.") else "tileops "
+    yield f"  {owner}{op.op}{op.parameters}  {_where(op.at)}"
     if op.substituted_from:
         yield f"    in the place of {'; '.join(map(_code, op.substituted_from))}"
     if op.fused_into:
