@@ -250,6 +250,12 @@ def test_terminal_shows_who_called_what_breaks(capsys):
     )  # the callee, which is compiled too, is called by the function
 
 
+def test_a_further_call_that_is_no_tuple():
+    x = torch.randn(4, 4)
+    with pytest.raises(TypeError, match="then holds Tensor; accepted is a tuple of arguments"):
+        tileops.explain(golden.whole, x, then=[x], backend="eager")
+
+
 def test_further_calls_and_what_each_compiled():
     then = [(torch.randn(5, 4),), (torch.randn(6, 4),), (torch.randn(4, 4).double(),)]
     x = torch.randn(4, 4)

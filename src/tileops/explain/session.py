@@ -50,11 +50,13 @@ def _explaining(report: Report, cuda_graphs: bool | None, versions: int) -> Iter
     events = Events()
     report.torch = torch.__version__
     report.device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    raised = True
     try:
         with events.listening():
             yield events.seen
+        raised = False
     finally:
-        assemble(report, events, cuda_graphs=cuda_graphs, versions=versions)
+        assemble(report, events, cuda_graphs=cuda_graphs, versions=versions, raised=raised)
 
 
 def explain(
@@ -110,6 +112,12 @@ def explain_into(
             f"explain: target is {kind} {named}; accepted is a function, a module or another callable "
             "object"
         )
+    for each in then:
+        if not isinstance(each, tuple | list):
+            kind = type(each).__qualname__
+            raise TypeError(
+                f"explain: then holds {kind}; accepted is a tuple of arguments for each call"
+            )
     target = private.plain_of(target)
     name = getattr(target, "__qualname__", None) or type(target).__name__
     report.title = name

@@ -25,8 +25,11 @@ from tileops.explain.model import EVERYTHING, Compilation, Graph, Line, Report, 
 _RESUME = re.compile(r"^torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line>\d+)$")
 
 
-def assemble(report: Report, heard: Events, *, cuda_graphs: bool | None, versions: int) -> None:
-    """Fill ``report`` with what was seen. ``versions``: compiled ones that the function had before."""
+def assemble(
+    report: Report, heard: Events, *, cuda_graphs: bool | None, versions: int, raised: bool
+) -> None:
+    """Fill ``report`` with what was seen. ``versions``: compiled ones that the function had before;
+    ``raised``: the calls ended so."""
     recorded = heard.recorded
     groups = _by_compilation(heard.seen)
     pieces = [(_compilation(group, cuda_graphs, heard.told_rounds), group) for group in groups]
@@ -53,7 +56,7 @@ def assemble(report: Report, heard: Events, *, cuda_graphs: bool | None, version
     report.sources = _sources(report)
     report.unknown = _unknown(report)
     if not report.compilations:
-        why = _nothing(traced=bool(groups), versions=versions)
+        why = _nothing(traced=bool(groups), versions=versions, raised=raised)
         report.unknown.insert(0, Unknown(EVERYTHING, why))
 
 
@@ -231,8 +234,10 @@ def _sources(report: Report) -> dict[str, str]:
     return found
 
 
-def _nothing(*, traced: bool, versions: int) -> str:
+def _nothing(*, traced: bool, versions: int, raised: bool) -> str:
     """Why there is no compilation."""
+    if raised:
+        return "the call raised before anything was"
     if private.switched_off():
         return "torch.compile is switched off, by torch._dynamo.config.disable or its environment variable"
     if traced:

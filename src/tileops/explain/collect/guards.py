@@ -211,21 +211,25 @@ def what_came(reason: str, names: dict[str, Any], module: dict[str, Any]) -> tup
     roots = {**names, "L": names, "G": module}
     try:
         if guard is None:
-            terms = _terms(_parts(reason)[1])
-            values = [_follow(term, roots) for term in terms]
-            texts = [ast.unparse(term) for term in terms]
-            each = [
-                str(v) if len(terms) == 1 else f"{t} = {v}"
-                for t, v in zip(texts, values, strict=True)
-            ]
-            whole = bool(terms) and all(type(value) is int for value in values)
-            return (reason, ", ".join(each)) if whole else None
+            sizes = _sizes(_parts(reason)[1], roots)
+            return None if sizes is None else (reason, sizes)
         about, source, _ = guard
         value = _follow(ast.parse(source, mode="eval").body, roots)
     except (KeyError, IndexError, AttributeError, TypeError, ValueError, SyntaxError):
         return None
     told = _told(about, value)
     return None if told is None else (_asked(about, source), told)
+
+
+def _sizes(guard: str, roots: dict[str, Any]) -> str | None:
+    """What a guard on what may vary compares, as it came."""
+    terms = _terms(guard)
+    values = [_follow(term, roots) for term in terms]
+    if not terms or any(type(value) is not int for value in values):
+        return None
+    if len(values) == 1:
+        return str(values[0])
+    return ", ".join(f"{ast.unparse(t)} = {v}" for t, v in zip(terms, values, strict=True))
 
 
 def _terms(guard: str) -> list[ast.expr]:
