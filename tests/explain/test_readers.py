@@ -64,6 +64,13 @@ def test_graph():
     assert nodes["output"].inputs == ["branch", "s77"]
 
 
+def test_lines_of_a_backward_graph():
+    """As torch writes them from 2.14 on, and as before."""
+    for words in ("# File: ", "# Backward of forward node: File: "):
+        (_, up, *_) = read_graph("backward", GRAPH.replace("# File: ", words)).nodes[1:]
+        assert up.line == Line("/home/me/model.py", 3, "f", "y = self.up(x)[0]")
+
+
 def test_no_graph():
     assert read_graph("capture", "").nodes == []
 

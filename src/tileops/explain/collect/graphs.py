@@ -15,7 +15,9 @@ from tileops.explain.torch_private import is_torch_file
 
 _FRAME = re.compile(r'^\s*File "(?P<file>.+?)", line (?P<number>\d+), in (?P<function>.+)$')
 _LINE = re.compile(
-    r"# File: (?P<file>.+?):(?P<number>\d+) in (?P<function>.+?)(?:, code: (?P<text>.*))?$"
+    # From torch 2.14 on the backward graph's begin with "Backward of forward node: ".
+    r"# (?:[\w ]+: )?File: (?P<file>.+?):(?P<number>\d+) in (?P<function>.+?)"
+    r"(?:, code: (?P<text>.*))?$"
 )
 _TENSOR = re.compile(
     r"(?P<dtype>[a-z]\w*)\[(?P<shape>.*?)\](?:\[(?P<stride>.*?)\])?(?P<device>\w+(?::\d+)?)?"

@@ -40,7 +40,7 @@ _AROUND = 4
 """Lines of source that stay in view beside one that has something to tell."""
 _FOLDED = 4
 """Fewer lines with nothing to tell are not worth folding."""
-_FILE = re.compile(r"^\s*# File: (?P<file>.+?):(?P<number>\d+) in ")
+_FILE = re.compile(r"^\s*# (?:[\w ]+: )?File: (?P<file>.+?):(?P<number>\d+) in ")
 _ASSIGNED = re.compile(r"^(?P<indent>\s*)(?P<name>\w+)(?=(?:: \".*?\")? = )")
 _WORD = re.compile(r"[A-Za-z_]\w*")
 
