@@ -17,7 +17,8 @@ _FRAME = re.compile(r'^\s*File "(?P<file>.+?)", line (?P<number>\d+), in (?P<fun
 NODE_LINE = re.compile(
     r"\s*#(?: .*?)? File: (?P<file>.+?):(?P<number>\d+) in (?P<function>.+?)(?:, code: (?P<text>.*))?$"
 )
-"""Above a node in printed code. Annotations, and whether a checkpoint computes it again, stand before."""
+"""Above a node in printed code. Annotations, whether a checkpoint computes it again, and
+from torch 2.14 on "Backward of forward node" stand before."""
 _TENSOR = re.compile(
     r"(?P<dtype>[a-z]\w*)\[(?P<shape>.*?)\](?:\[(?P<stride>.*?)\])?(?P<device>\w+(?::\d+)?)?"
 )
