@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import time
 
@@ -241,6 +242,21 @@ def test_code_is_coloured(visit):
 def test_fits_its_width(visit, width, make):
     page = visit(make(), viewport={"width": width, "height": 844})
     page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+
+
+def test_code_in_tables_keeps_a_width_to_read(visit):
+    """On a phone the table scrolls; a guard's code in a column of six letters is a page long."""
+    report = reports.small()
+    guard = dataclasses.replace(
+        report.compilations[0].guards.guards[0], code="a long check " * 20, properties={}
+    )
+    report.compilations[0].guards.guards.append(guard)
+    page = visit(report, viewport={"width": 390, "height": 844})
+    page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+    widths = page.evaluate("[...document.querySelectorAll('td .wrap')].map((e) => e.offsetWidth)")
+    assert widths
+    assert min(widths) >= 200
     assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
 
 
