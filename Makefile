@@ -48,6 +48,10 @@ test-fast: setup ## Run the first tier only
 	@echo '[tests 1/2] fast tier, $(WORKERS) workers'
 	@"$(BIN)/python" -m pytest -n $(WORKERS) -m 'not slow' $(ARGS)
 
+.PHONY: test-torch
+test-torch: ## Run the first tier on another release of torch: TORCH=2.11.0
+	@scripts/test-torch.sh '$(TORCH)' -n $(WORKERS) -m 'not slow' $(ARGS)
+
 .PHONY: lint
 lint: setup ## Check style, types and import contracts
 	@echo '[lint 1/4] ruff check'

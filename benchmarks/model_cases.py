@@ -44,13 +44,15 @@ def cases(device: str, tiny: bool) -> Iterator[Case]:
 
 
 def _real(tiny: bool) -> Iterator[Case]:
-    f32 = torch.float32
+    f32, bf16 = torch.float32, torch.bfloat16
     length, context = (8, 16) if tiny else (256, 256)
     batch, words = (2, 5) if tiny else (8, 64)
     yield Case("MiniLM, sentences", batch * words, f32, lambda: _sentences(tiny, batch, words))
     yield Case("MiniLM, one sentence", 16, f32, lambda: _sentences(tiny, 1, 16))
-    yield Case("SmolLM2, decode", 1, f32, lambda: _decode(_smollm2(tiny), 1, context))
     yield Case("SmolLM2, prefill", length, f32, lambda: _prefill(_smollm2(tiny), length))
+    yield Case("SmolLM2, decode", 1, f32, lambda: _decode(_smollm2(tiny), 1, context))
+    narrow = "MiniLM, sentences in halves"
+    yield Case(narrow, batch * words, bf16, lambda: _sentences(tiny, batch, words, bf16))
 
 
 def _smollm2(tiny: bool) -> Any:
@@ -64,7 +66,9 @@ def _smollm2(tiny: bool) -> Any:
     return module.LlamaForCausalLM(config).eval()
 
 
-def _sentences(tiny: bool, batch: int, words: int) -> tuple[Any, Step, Any]:
+def _sentences(
+    tiny: bool, batch: int, words: int, dtype: torch.dtype = torch.float32
+) -> tuple[Any, Step, Any]:
     if tiny:
         module = pretrained.transformers()
         config = module.BertConfig(
@@ -74,6 +78,7 @@ def _sentences(tiny: bool, batch: int, words: int) -> tuple[Any, Step, Any]:
         model = module.BertModel(config).eval()
     else:
         model, _ = pretrained.minilm()
+    model = model.to(dtype)
     ids = torch.randint(1, model.config.vocab_size, (batch, words))
     mask = torch.ones_like(ids)
     mask[0, -1:] = 0  # the shortest sentence is padded

@@ -92,6 +92,8 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuui
 CUresult cuCtxSetCurrent(CUcontext context) { return CUDA_ERROR_UNKNOWN; }
 CUresult cuCtxGetLimit(size_t *value, CUlimit limit) { return CUDA_ERROR_UNKNOWN; }
 CUresult cuCtxSetLimit(CUlimit limit, size_t value) { return CUDA_ERROR_UNKNOWN; }
+CUresult cuCtxGetDevice(CUdevice *device) { return CUDA_ERROR_UNKNOWN; }
+CUresult cuModuleUnload(CUmodule module) { return CUDA_ERROR_UNKNOWN; }
 CUresult cuDeviceGet(CUdevice *device, int ordinal) { return CUDA_ERROR_UNKNOWN; }
 CUresult cuDevicePrimaryCtxRetain(CUcontext *c, CUdevice d) { return CUDA_ERROR_UNKNOWN; }
 CUresult cuFuncSetAttribute(CUfunction f, CUfunction_attribute a, int v) { return CUDA_SUCCESS; }

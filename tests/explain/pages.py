@@ -122,8 +122,11 @@ def _run_here(job: Path) -> None:
     import torch
     import torch._inductor.config as inductor
 
-    # The same C++ on every x86-64 machine: 256-bit vectors, one thread.
+    from tileops.backend import DeviceFacts, register_device_facts
+
+    # The same C++ on every x86-64 machine: 256-bit vectors, one thread. The same products, whoever made it.
     inductor.cpp.simdlen, inductor.cpp.threads = 256, 1
+    register_device_facts("cpu", lambda device: DeviceFacts("cpu"))
     printed = {}
     for name in json.loads(job.read_text()):
         path = job.parent / name

@@ -7,7 +7,7 @@ import pytest
 from tileops.explain.collect.capture import read_break
 from tileops.explain.collect.events import Event
 from tileops.explain.collect.graphs import read_graph, user_line
-from tileops.explain.collect.guards import read_recompile
+from tileops.explain.collect.guards import read_recompile, stated
 from tileops.explain.collect.inductor import Lowered, read_inductor
 from tileops.explain.model import Graph, Line
 
@@ -62,6 +62,13 @@ def test_graph():
     assert nodes["up"].line == Line("/home/me/model.py", 3, "f", "y = self.up(x)[0]")
     assert nodes["branch"].line is None
     assert nodes["output"].inputs == ["branch", "s77"]
+
+
+def test_lines_of_a_backward_graph():
+    """As torch writes them from 2.14 on, and as before."""
+    for words in ("# File: ", "# Backward of forward node: File: "):
+        (_, up, *_) = read_graph("backward", GRAPH.replace("# File: ", words)).nodes[1:]
+        assert up.line == Line("/home/me/model.py", 3, "f", "y = self.up(x)[0]")
 
 
 def test_no_graph():
@@ -345,3 +352,17 @@ def test_a_function_given_up():
     assert found.reason == (
         "The function runs without torch.compile: Unsupported Tensor.item() call. no item here."
     )
+
+
+def test_an_object_known_by_identity():
+    """Torch shows its type, before 2.13 the object."""
+    shown = {
+        "<class 'code'>": "one code",
+        '<code object helper at 0x7f21, file "/home/me/model.py", line 61>': "helper",
+        "<function f.<locals>.inner at 0x7f21>": "f.<locals>.inner",
+        "<built-in function len>": "len",
+        "Linear(in_features=4, out_features=4, bias=True)": None,
+    }
+    for text, expected in shown.items():
+        reason = f"0/0: ___check_obj_id(given.__code__, 1397), type={text}"
+        assert stated(reason) == ("identity", "given.__code__", expected)

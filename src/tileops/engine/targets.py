@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import platform
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -355,4 +357,14 @@ def device_facts(device: torch.device) -> DeviceFacts:
             properties.multi_processor_count,
             getattr(properties, "shared_memory_per_block_optin", 0),
         )
-    return DeviceFacts(device.type, index)
+    return DeviceFacts(device.type, index, name=_processor() if device.type == "cpu" else "")
+
+
+def _processor() -> str:
+    """The vendor of this machine's processor as it names itself, '' where that is not known."""
+    try:
+        with Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as lines:
+            named = (line.partition(":")[2] for line in lines if line.startswith("vendor_id"))
+            return next(named, "").strip()
+    except OSError:  # no Linux
+        return platform.processor()

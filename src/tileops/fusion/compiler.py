@@ -24,8 +24,9 @@ __all__ = ["backend"]
 
 OPTION = "tileops.fusion"
 """The one option that is ours; all others are Inductor's."""
-AUTOTUNE = ("max_autotune", "max_autotune_gemm")
-"""Inductor's options, given or implied by the mode, under which it times templates of its own."""
+OWN_PRODUCTS = ("max_autotune", "max_autotune_gemm", "freezing")
+"""Inductor's options, given or implied by the mode or set for all, under which it has products of its own:
+it times templates, or rearranges weights once."""
 PASSES = (
     "substitution:substitute",
     "placement:place",
@@ -47,15 +48,18 @@ def backend(
 
     ``mode`` and ``options`` are Inductor's, as ``torch.compile`` takes them, and
     ``options={"tileops.fusion": "never" | "always" | "auto"}``. Raises ``ValueError`` for another policy
-    and ``RuntimeError``, Inductor's, for an option or a mode that it does not know.
+    or option of this library and ``RuntimeError``, Inductor's, for an option or a mode that it does not
+    know.
     """
     own = dict(options or {})
     policy = own.pop(OPTION, None)
+    if unknown := [name for name in own if name.startswith("tileops.")]:
+        raise ValueError(f"option {unknown[0]!r}; accepted: {OPTION}, and Inductor's own")
     inductor = torch._TorchCompileInductorWrapper(mode, own, None)
-    settings = {name: inductor.config.get(name, False) for name in AUTOTUNE}
-    rewrite = begin(
-        module, None if policy is None else check_policy(policy), any(settings.values())
-    )
+    from torch._inductor import config
+
+    asked = (n for n in OWN_PRODUCTS if inductor.config.get(n, getattr(config, n)))
+    rewrite = begin(module, None if policy is None else check_policy(policy), next(asked, ""))
     if rewrite is None:
         return inductor(module, example_inputs)
     captured = GraphModule(module, copy.deepcopy(module.graph))

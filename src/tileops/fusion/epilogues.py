@@ -19,7 +19,8 @@ from torch.fx import Node
 
 from tileops.engine.errors import TileopsError
 from tileops.engine.op import Op
-from tileops.fusion.cost import epilogue_loses
+from tileops.fusion import onednn
+from tileops.fusion.cost import epilogue_loses, is_cpu
 from tileops.fusion.graph import Edit, canonical, fusable, storages, value_of
 from tileops.fusion.placement import Call, call_of, given_to, served_in_tree
 from tileops.fusion.policies import policy_of
@@ -96,16 +97,35 @@ def _try_product(rewrite: Rewrite, node: Node) -> None:
     start = _start(node)
     if start is None:
         return
-    chain = start
-    while (longer := _longer(chain)) is not None:
-        chain = longer
-    if set(chain.taken) <= {"bias"}:
+    chains: list[_Chain] = [start]
+    while (longer := _longer(chains[-1])) is not None:
+        chains.append(longer)
+    said, by = policy_of(node, "auto", rewrite.policy)
+    library = said == "auto" and is_cpu(value_of(node).device)
+    chain = _of_library(chains) if library else chains[-1]
+    beyond = [c for c in chains if not set(c.taken) <= {"bias"}]
+    if not beyond and not library:
         return  # the library adds it
-    reason, why = _settle(rewrite, chain)
-    if reason:
-        rewrite.report.add("declined", node, OP, reason=reason, takes=", ".join(chain.taken))
-    else:
-        rewrite.report.add("fused", node, OP, takes=", ".join(chain.taken), why=why)
+    reason, why = _settle(rewrite, chain, said, by)
+    if not reason:
+        takes = ", ".join(chain.taken) or "nothing"
+        rewrite.report.add("fused", node, OP, takes=takes, why=why)
+    elif beyond:
+        takes = ", ".join(beyond[-1].taken)
+        rewrite.report.add("declined", node, OP, reason=reason, takes=takes)
+
+
+def _of_library(chains: list[_Chain]) -> _Chain:
+    """The longest chain that oneDNN has in one call and Inductor does not compute as well with what
+    follows."""
+
+    def has(chain: _Chain) -> bool:
+        if chain.stage < 2:
+            return True
+        there = chain.stage == 2 and chain.activation in onednn.FUSED
+        return there and not onednn.swaps(value_of(chain.a)) and not _fuses_on(chain.last)
+
+    return next(filter(has, reversed(chains)))
 
 
 def _start(node: Node) -> _Chain | None:
@@ -253,22 +273,23 @@ def _sum(chain: _Chain, node: Node) -> _Chain | None:
 # ---- deciding and changing -----------------------------------------------------------------------
 
 
-def _settle(rewrite: Rewrite, chain: _Chain) -> tuple[str, str]:
+def _settle(rewrite: Rewrite, chain: _Chain, said: str, by: str) -> tuple[str, str]:
     """``('', why)`` where the product took its epilogue, else the reason why not."""
     reason = _unable(rewrite, chain)
     if reason:
         return reason, ""
-    said, by = policy_of(chain.product, "auto", rewrite.policy)
     if said == "never":
         return f"policy never, by {by}", ""
     try:
         op = _op(chain)
     except TileopsError as error:
         return str(error), ""
+    library = said == "auto" and is_cpu(value_of(chain.product).device)
     if said == "auto":
         reason = _loses(rewrite, chain, op)
-    problem = reason or _replace(rewrite, chain, op)
+    problem = reason or _replace(rewrite, chain, op, library)
     why = f"policy always, by {by}" if said == "always" else "its kernel is faster than both apart"
+    why = "oneDNN's product is faster" if library else why
     return (problem, "") if problem else ("", why)
 
 
@@ -292,10 +313,13 @@ def _op(chain: _Chain) -> Op:
 
 def _loses(rewrite: Rewrite, chain: _Chain, op: Op) -> str:
     """Why the op would not be faster than what Inductor makes of the chain."""
-    if rewrite.max_autotune and chain.own is None:
-        return "with max_autotune Inductor's templates take it"
-    if _fuses_on(chain.last):
-        return "Inductor fuses it with what follows"
+    if rewrite.own_products and chain.own is None:
+        return f"with {rewrite.own_products} Inductor has products of its own"
+    if not is_cpu(value_of(chain.product).device):
+        if _fuses_on(chain.last):
+            return "Inductor fuses it with what follows"
+    elif value_of(chain.product).requires_grad:
+        return "a gradient is asked for"
     product, last = value_of(chain.product), value_of(chain.last)
     a, b = value_of(chain.a), value_of(chain.b)
     plain = chain.own is None
@@ -342,11 +366,11 @@ def _fuses_on(node: Node) -> bool:
     return bool(node.users) and all(map(fuses, node.users))
 
 
-def _replace(rewrite: Rewrite, chain: _Chain, op: Op) -> str:
-    """'' where the op stands for the chain, else why not."""
+def _replace(rewrite: Rewrite, chain: _Chain, op: Op, library: bool) -> str:
+    """'' where the op, or the library's call, stands for the chain, else why not."""
     edit = Edit(rewrite.graph, chain.last, rewrite.mode)
     try:
-        result = _emit(edit, op, chain)
+        result = _emit_call(edit, chain) if library else _emit(edit, op, chain)
     except TileopsError as error:
         edit.undo()
         return str(error)
@@ -383,6 +407,16 @@ def _emit(edit: Edit, op: Op, chain: _Chain) -> Node:
     if _keeps(chain):
         result = edit.call(getitem, result, 0)
     return edit.call(torch.unflatten, result, 0, _leading(edit, chain)) if flat else result
+
+
+def _emit_call(edit: Edit, chain: _Chain) -> Node:
+    """oneDNN's call before the chain's end. The kernel of the op takes rows by rows only."""
+    a, b = chain.a, chain.b
+    if chain.own is not None:
+        a, b = (edit.call(torch.ops.aten.contiguous.default, n) for n in (a, b))
+    elif not value_of(b).is_contiguous():
+        b = edit.call(torch.t, b)
+    return onednn.emit(edit, a, b, chain.bias, chain.activation)
 
 
 def _leading(edit: Edit, chain: _Chain) -> list[Any]:

@@ -11,6 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from tileops.engine.op import Op
 from tileops.fusion.graph import Memory, Modes, fake_mode_of
 from tileops.fusion.report import Report
+from tileops.fusion.told import Told
 
 __all__ = ["Rewrite", "begin"]
 
@@ -24,12 +25,13 @@ class Rewrite:
     memory: Memory
     """Of the graph as it was captured."""
     modes: Modes
+    told: Told
     policy: str | None = None
     """What the backend's options say for all ops."""
     autocast: bool = False
     """Some of the graph runs under ``torch.autocast``, which changes what functions compute."""
-    max_autotune: bool = False
-    """Inductor times its own templates, which take epilogues too."""
+    own_products: str = ""
+    """The option by which Inductor has products of its own, which take epilogues too."""
     report: Report = field(default_factory=Report)
     inlined: list[tuple[Op, torch.device]] = field(default_factory=list)
     """Ops that the caller wrote and that have become code: it serves where in-tree kernels would."""
@@ -43,7 +45,7 @@ class Rewrite:
         return self.module.graph
 
 
-def begin(module: GraphModule, policy: str | None, max_autotune: bool = False) -> Rewrite | None:
+def begin(module: GraphModule, policy: str | None, own_products: str = "") -> Rewrite | None:
     """The rewrite of ``module``, in place; None where it holds no tensors."""
     mode = fake_mode_of(module.graph)
     if mode is None:
@@ -51,6 +53,6 @@ def begin(module: GraphModule, policy: str | None, max_autotune: bool = False) -
     autocast = torch._C._is_any_autocast_enabled() or any(
         node.target is torch.amp.autocast_mode._enter_autocast for node in module.graph.nodes
     )
-    return Rewrite(
-        module, mode, Memory(module.graph), Modes(module.graph), policy, autocast, max_autotune
-    )
+    graph, memory = module.graph, Memory(module.graph)
+    told = Told(graph, memory)
+    return Rewrite(module, mode, memory, Modes(graph), told, policy, autocast, own_products)

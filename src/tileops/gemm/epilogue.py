@@ -18,10 +18,17 @@ ACTIVATIONS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _product(left: torch.Tensor, right: torch.Tensor, result: torch.dtype) -> torch.Tensor:
-    """``left @ right`` rounded to the wider of its own and the result's dtype, as eager steps round."""
+def _inner(
+    left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, result: torch.dtype
+) -> torch.Tensor:
+    """``left @ right + bias`` in float32 or wider. The product of halves is rounded to the wider of their
+    and the result's dtype, as eager steps round."""
     own = torch.promote_types(left.dtype, result)
-    return torch.mm(left.to(own), right.to(own)).to(torch.promote_types(own, torch.float32))
+    if own is left.dtype and own.itemsize > 2:
+        return torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
+    wide = torch.promote_types(own, torch.float32)
+    inner = torch.mm(left.to(own), right.to(own)).to(wide)
+    return inner if bias is None else inner + bias.to(wide)
 
 
 class GEMMEpilogueFwdOp(Op):
@@ -45,7 +52,8 @@ class GEMMEpilogueFwdOp(Op):
             "epilogue:CublasThenFinish",
             "epilogue:PersistentEpilogue",
             "epilogue:TritonEpilogue",
-        )
+        ),
+        cpu=("on_cpu:OneDNNEpilogue", "on_cpu:MKLEpilogue"),
     )
 
     @staticmethod
@@ -63,10 +71,10 @@ class GEMMEpilogueFwdOp(Op):
         keeps_preactivation: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         dtype = a.dtype if out_dtype is None else out_dtype
-        inner = _product(a.t() if trans_a else a, b if not trans_b else b.t(), dtype)
-        if bias is not None:
-            inner = inner + bias.to(inner.dtype)
-        values = ACTIVATIONS[activation](inner) * scale
+        inner = _inner(a.t() if trans_a else a, b if not trans_b else b.t(), bias, dtype)
+        values = ACTIVATIONS[activation](inner)
+        if scale != 1.0:
+            values = values * scale
         if residual is not None:
             values = values + residual.to(values.dtype)
         return values.to(dtype), inner.to(a.dtype) if keeps_preactivation else None
@@ -105,9 +113,7 @@ class GEMMEpilogueBwdOp(Op):
         left, right = a.t() if trans_a else a, b.t() if trans_b else b
         inner = preactivation
         if inner is None and activation is not None:
-            inner = _product(left, right, grad_d.dtype)
-            if bias is not None:
-                inner = inner + bias.to(inner.dtype)
+            inner = _inner(left, right, bias, grad_d.dtype)
         wide = torch.promote_types(a.dtype, torch.float32)
         grad = grad_d.to(wide) * scale
         if inner is not None:

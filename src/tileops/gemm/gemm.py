@@ -16,7 +16,9 @@ class GEMMFwdOp(Op):
     ``torch.backends.cuda.matmul`` allows TF32. API: ``torch.mm``.
     """
 
-    kernel = KernelInterface(cuda=("gemm:CublasGEMM", "gemm:TritonGEMM"))
+    kernel = KernelInterface(
+        cuda=("gemm:CublasGEMM", "gemm:TritonGEMM"), cpu=("on_cpu:OneDNNProduct",)
+    )
 
     @staticmethod
     def decomposition(
