@@ -20,7 +20,7 @@ from tests.joint import compiled
 from tests.llama import Block
 from tests.oracle import same_bits
 from tileops.attention import GQADenseFwdOp
-from tileops.elementwise import MulFwdOp, SiLUAndMulFwdOp, SiLUFwdOp
+from tileops.elementwise import MishFwdOp, MulFwdOp, SiLUAndMulFwdOp, SiLUFwdOp
 from tileops.engine.errors import BackwardError
 from tileops.gemm import GEMMFwdOp
 from tileops.norm import BatchNormFwdOp, FusedAddRMSNormFwdOp, LayerNormFwdOp, RMSNormFwdOp
@@ -107,6 +107,16 @@ def test_only_what_is_wanted_is_computed():
         suffix = "".join(f"_without_grad_{names[n]}" for n in range(3) if n not in wanted)
         assert watch.seen == ["norm_layer_norm_fwd", f"norm_layer_norm_bwd{suffix}"]
         assert [n for n, t in enumerate(given) if t.grad is not None] == wanted
+
+
+def test_a_derived_gradient_where_a_mode_looks_on():
+    """Its own autograd begins where the dispatcher has been passed."""
+    x, grad = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4)
+    (wanted,) = torch.autograd.grad(F.mish(x), x, grad)
+    with Watching() as watch:
+        MishFwdOp()(x).backward(grad)
+    assert watch.seen == ["elementwise_mish_fwd", "elementwise_mish_bwd"]
+    close(x.grad, wanted)
 
 
 def test_an_input_used_twice_and_gradients_that_add_up():
