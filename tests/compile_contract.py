@@ -495,6 +495,21 @@ def rope_of_rows_gradient(batch: int) -> Tensors:
     return {"grad_output": torch.randn(batch, 3, 2, 8)}
 
 
+@cold("rope.RoPETablesFwdOp", "rope_tables_fwd", rope_layout="interleaved")
+def rope_by_tables(batch: int) -> Tensors:
+    return {
+        "x": torch.randn(batch, 3, 2, 8),
+        "cos": torch.randn(3, 1, 8),
+        "sin": torch.randn(3, 1, 8),
+    }
+
+
+@cold("rope.RoPETablesBwdOp", "rope_tables_bwd")
+def rope_by_tables_gradient(batch: int) -> Tensors:
+    tables = {name: torch.randn(batch, 1, 4) for name in ("cos", "sin")}
+    return {"grad_output": torch.randn(batch, 2, 8), **tables}
+
+
 @cold("rope.LongRoPEFwdOp", "rope_long_rope_fwd", rescale_factors=(1.0, 1.5, 3.0, 8.0))
 def long_rope(batch: int) -> Tensors:
     return {"x": torch.randn(batch, 8)}
@@ -615,3 +630,67 @@ def post_permute(batch: int) -> Tensors:
 @cold("moe.MoEPostPermuteFwdOp", "moe_post_permute_fwd_out", layout=TIGHT)
 def post_permute_out(batch: int) -> Tensors:
     return {**post_permute(batch), "out": torch.full((batch, 8), -1.0)}
+
+
+# ---- quantization --------------------------------------------------------------------------------
+
+
+@cold("quantization.INT8QuantPerChannelFwdOp", "quantization_int8_quant_per_channel_fwd")
+def int8_by_rows(batch: int) -> Tensors:
+    return {"w": torch.randn(batch, 8)}
+
+
+@cold("quantization.FP8QuantPerTokenGroupFwdOp", "quantization_fp8_quant_per_token_group_fwd")
+def fp8_by_rows(batch: int) -> Tensors:
+    return {"x": torch.randn(batch, 2, 8)}
+
+
+@cold("quantization.INT8QuantPerTensorFwdOp", "quantization_int8_quant_per_tensor_fwd")
+def int8_of_a_tensor(batch: int) -> Tensors:
+    return {"x": torch.randn(batch + 1, 8)}
+
+
+@cold("quantization.INT8QuantPerTokenGroupFwdOp", "quantization_int8_quant_per_token_group_fwd")
+def int8_by_groups(batch: int) -> Tensors:
+    return {"x": torch.randn(batch, 130)}
+
+
+@cold("quantization.SmoothQuantFwdOp", "quantization_smooth_quant_fwd")
+def smooth_quant(batch: int) -> Tensors:
+    return {"x": torch.randn(batch, 8), "smooth": torch.rand(8) + 0.5}
+
+
+@cold("quantization.FP8QuantPerBlockFwdOp", "quantization_fp8_quant_per_block_fwd")
+def fp8_by_blocks(batch: int) -> Tensors:
+    return {"w": torch.randn(batch, 130)}
+
+
+@cold(
+    "quantization.INT8DequantPerTensorFwdOp",
+    "quantization_int8_dequant_per_tensor_fwd",
+    out_dtype=torch.float32,
+)
+def dequantised_tensor(batch: int) -> Tensors:
+    return {"q": _int8(batch, 8), "scale": torch.rand(1)}
+
+
+@cold(
+    "quantization.INT8DequantPerChannelFwdOp",
+    "quantization_int8_dequant_per_channel_fwd",
+    out_dtype=torch.float32,
+)
+def dequantised_rows(batch: int) -> Tensors:
+    return {"q": _int8(batch, 8), "scale": torch.rand(batch)}
+
+
+@cold(
+    "quantization.INT8DequantPerBlockFwdOp",
+    "quantization_int8_dequant_per_block_fwd",
+    out_dtype=torch.float32,
+)
+def dequantised_groups(batch: int) -> Tensors:
+    return {"q": _int8(batch, 130), "scale": torch.rand(batch, 2)}
+
+
+def _int8(*shape: int) -> torch.Tensor:
+    return torch.randint(-128, 128, shape, dtype=torch.int8)

@@ -49,7 +49,9 @@ def believe(capturing: bool = False) -> None:
     import torch
 
     from tileops.backend import DeviceFacts, register_device_facts
+    from tileops.lib import launch
 
+    launch._current_device = None  # a build for cards would ask its driver which that is
     torch.cuda.is_available = lambda: True
     torch.cuda.is_initialized = lambda: True
     torch.cuda.current_device = lambda: 0

@@ -44,23 +44,32 @@ def entry_of(call: CallSpec, op: Any, candidate: int | None = None) -> Entry:
 
 @interpreted
 def run_kernel(
-    op: Any, inputs: Tensors, candidate: int | None = None, multiprocessors: int = 132
+    op: Any,
+    inputs: Tensors,
+    candidate: int | None = None,
+    multiprocessors: int = 132,
+    arch: tuple[int, int] = (9, 0),
 ) -> tuple[Any, Tensors]:
     """What the kernel returns, and the inputs afterwards."""
     whole = {item.name: inputs.get(item.name) for item in op.entry.inputs}
     whole = {name: None if t is None else t.contiguous() for name, t in whole.items()}
-    call = cuda_call(op, whole, multiprocessors=multiprocessors)
+    call = cuda_call(op, whole, arch, multiprocessors)
     with poison():
         return run_entry(entry_of(call, op, candidate), call, *whole.values()), whole
 
 
 def check_kernel(
-    op: Any, inputs: Tensors, candidate: int | None = None, multiprocessors: int = 132
+    op: Any,
+    inputs: Tensors,
+    candidate: int | None = None,
+    multiprocessors: int = 132,
+    arch: tuple[int, int] = (9, 0),
 ) -> Any:
     """Hold the kernel of a call to the op's meaning; returns what it returned. On a card of few
-    ``multiprocessors`` a small call is a large one."""
+    ``multiprocessors`` a small call is a large one. The interpreter knows no launch that overlaps another,
+    for which ``arch`` is one before 9.0."""
     outputs, written = exact(op, {n: None if t is None else t.clone() for n, t in inputs.items()})
-    result, after = run_kernel(op, inputs, candidate, multiprocessors)
+    result, after = run_kernel(op, inputs, candidate, multiprocessors, arch)
     results = result if isinstance(result, tuple) else (result,)
     for declared, given, wanted in zip(op.entry.outputs, results, outputs, strict=True):
         if wanted is None or declared.is_input in written:

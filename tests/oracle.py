@@ -16,7 +16,14 @@ from typing import Any
 
 import torch
 
-from tests import oracle_elementwise, oracle_gemm, oracle_norm, oracle_reduction, oracle_rope
+from tests import (
+    oracle_elementwise,
+    oracle_gemm,
+    oracle_norm,
+    oracle_quantization,
+    oracle_reduction,
+    oracle_rope,
+)
 from tileops.backend.tolerances import compare
 from tileops.engine.plan import in_tree_kernels
 from tileops.engine.select import claimants
@@ -239,6 +246,7 @@ EXACT: dict[str, Callable[..., Meaning]] = {
     **oracle_elementwise.EXACT,
     **oracle_gemm.EXACT,
     **oracle_norm.EXACT,
+    **oracle_quantization.EXACT,
     **oracle_reduction.EXACT,
     **oracle_rope.EXACT,
     "GQADenseFwdOp": gqa_dense,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["EXACT", "RATES"]
+__all__ = ["EXACT", "RATES", "by_tables"]
 
 Meaning = tuple[tuple[torch.Tensor | None, ...], dict[str, torch.Tensor]]
 Spectrum = tuple[list[float], float]
@@ -108,8 +108,41 @@ def backward(op: Any, grad_output: torch.Tensor, positions: torch.Tensor | None 
     return torch.autograd.grad(result, x, grad_output.double()), {}
 
 
+def by_tables(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: str, back: bool = False
+) -> torch.Tensor:
+    """Pair by pair, the matrix ``[[cos, -sin], [sin, cos]]`` or its transpose; each row of it has entries
+    of its own where tables have one for each entry of ``x``."""
+    size, per_entry = x.shape[-1], cos.shape[-1] == x.shape[-1]
+    x, cos, sin = x.double(), cos.double(), sin.double()
+    columns: list[torch.Tensor] = [torch.empty(0)] * size
+    for i in range(size // 2):
+        p, q = (i, i + size // 2) if layout == "neox" else (2 * i, 2 * i + 1)
+        one, other = (p, q) if per_entry else (i, i)
+        matrix = [[cos[..., one], -sin[..., one]], [sin[..., other], cos[..., other]]]
+        if back:
+            matrix = [list(column) for column in zip(*matrix, strict=True)]
+        for place, (a, b) in zip((p, q), matrix, strict=True):
+            columns[place] = x[..., p] * a + x[..., q] * b
+    return torch.stack(columns, -1)
+
+
+def tables_forward(op: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Meaning:
+    return (by_tables(x, cos, sin, op.rope_layout),), {}
+
+
+def tables_backward(
+    op: Any, grad_output: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> Meaning:
+    return (by_tables(grad_output, cos, sin, op.rope_layout, back=True),), {}
+
+
 EXACT: dict[str, Callable[..., Meaning]] = {
-    f"{name}{way}Op": meaning
-    for name in RATES
-    for way, meaning in (("Fwd", forward), ("Bwd", backward))
+    **{
+        f"{name}{way}Op": meaning
+        for name in RATES
+        for way, meaning in (("Fwd", forward), ("Bwd", backward))
+    },
+    "RoPETablesFwdOp": tables_forward,
+    "RoPETablesBwdOp": tables_backward,
 }

@@ -28,6 +28,8 @@ REGISTERED = frozenset(
     for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
 )
 """Functions that torch treats under autocast on CUDA."""
+LATER = frozenset({"rms_norm"})
+"""Which torch lists since 2.12, and tileops on every release."""
 PROMOTED = frozenset(
     {"addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "index_put", "scatter_add",
      "grid_sampler", "tensordot", "vdot", "linalg_vecdot"}
@@ -109,14 +111,14 @@ def test_a_call_is_one_with_inputs_cast_by_the_rule(samples):
 
 def test_the_rule_of_a_class_is_torchs(seed):
     """Of the reference, where that is torch's."""
-    assert {"rms_norm", "softmax", "mm"} <= REGISTERED
+    assert {"layer_norm", "softmax", "mm"} <= REGISTERED
     for name, cls in op_classes().items():
         module, _, function = cls.entry.reference.rpartition(".")
         if not module.startswith("torch") or not cls.entry.inputs or not autocasts(cls.entry):
             continue
         base = f"{module.split('.')[-1]}_{function}" if module == "torch.linalg" else function
         rule = autocast_rule(cls.entry)
-        if base not in REGISTERED or base in PROMOTED:
+        if base not in REGISTERED | LATER or base in PROMOTED:
             assert rule in ("widest", "none"), (name, base, rule)
         elif base in LOWERED:
             assert rule == "low", (name, base, rule)
@@ -130,9 +132,7 @@ def test_what_is_listed_as_float32_is_torchs():
     for reference in FLOAT32:
         name = reference.removeprefix("torch.").removeprefix("nn.functional.")
         name = aliases.get(name, name)
-        if name == "rms_norm" and name not in REGISTERED:
-            continue  # since torch 2.12
-        assert name in REGISTERED - PROMOTED - LOWERED, reference
+        assert name in (REGISTERED | LATER) - PROMOTED - LOWERED, reference
 
 
 # ---- against torch's functions -----------------------------------------------------------------------

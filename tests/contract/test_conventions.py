@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from typing import Any
 
 import pytest
@@ -354,6 +355,40 @@ def test_a_failed_build_pins_nothing(backend):
         torch.testing.assert_close(run(X), rms(X, 1e-6) + 1.0)
     assert log == ["fail", "fail", "serve"]
     assert graphs() == 1
+
+
+@pytest.mark.parametrize("serves", [("RMSNormFwdOp", "RMSNormBwdOp"), ("RMSNormFwdOp",)])
+@fresh
+def test_a_target_serves_the_gradients_that_it_has(serves):
+    """Of the call, wherever its backward runs; what it has no builder of is left to the next in order."""
+    import tileops
+    from tileops.backend import register_kernel_builder
+    from tileops.norm import RMSNormFwdOp
+
+    def forward(*specs: Any, eps: float, **params: Any) -> Any:
+        return lambda x, weight: rms(x, eps)
+
+    def backward(*specs: Any, **params: Any) -> Any:
+        return lambda grad, x, weight: (torch.full_like(x, 7.0), None)
+
+    register_kernel_builder("foreign", "RMSNormFwdOp", forward)
+    if "RMSNormBwdOp" in serves:
+        register_kernel_builder("foreign", "RMSNormBwdOp", backward)
+    x = X.clone().requires_grad_()
+    (meant,) = torch.autograd.grad(rms(x, 1e-6).sum(), x)
+    expected = torch.full_like(X, 7.0) if "RMSNormBwdOp" in serves else meant
+    in_context, named = RMSNormFwdOp(8, 1e-6), RMSNormFwdOp(8, 1e-6, target="foreign")
+    with tileops.use_target("foreign"):
+        by_context = in_context(x)
+    for result, op in ((by_context, in_context), (named(x), named)):
+        assert op.serving_target == "foreign"
+        found = [None]
+        thread = threading.Thread(
+            target=lambda r=result, f=found: f.append(torch.autograd.grad(r.sum(), x)[0])
+        )  # as autograd's own for a card, which sees no context
+        thread.start()
+        thread.join()
+        torch.testing.assert_close(found[-1], expected, rtol=1e-5, atol=1e-5)
 
 
 @fresh

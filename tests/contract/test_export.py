@@ -7,6 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,13 @@ def test_a_package_with_a_dynamic_batch_runs_here_and_in_a_new_process(tmp_path)
     # A process without the operators is told by C++, where nobody can say more.
     said = fails(f"import torch; torch._inductor.aoti_load_package({path!r})", tmp_path)
     assert re.search(r"Could not find schema for tileops::(norm|gemm|elementwise)_\w+_fwd", said)
+    # What it needs can be read from it.
+    with zipfile.ZipFile(path) as archive:
+        texts = [
+            archive.read(n).decode() for n in archive.namelist() if n.endswith(".wrapper.json")
+        ]
+    modules = set(re.findall(r'"([\w.]+)\.\w+FwdOp\(', "".join(texts)))
+    assert {name.split(".")[:2][-1] for name in modules} == set(FAMILIES), texts
 
 
 class Everything(torch.nn.Module):

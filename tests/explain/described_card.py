@@ -83,6 +83,10 @@ def _replaced() -> dict[str, Any]:
         "torch._C._cuda_setDevice": lambda device: None,
         "torch._C._cuda_getCurrentRawStream": lambda device: 0,
         "torch._C._dynamo.guards._empty_strided_cuda": empty_strided,
+        # Where torch is built for cards it would ask the driver for its stream, and for a real tensor.
+        "torch.accelerator.is_available": lambda: False,
+        "torch.cuda.is_current_stream_capturing": lambda: False,
+        "torch._subclasses.fake_tensor.init_gpu_context": lambda device: None,
         f"{interface}.get_device_properties": facts,
         f"{interface}.Worker.get_device_properties": facts,
         f"{interface}.get_compute_capability": staticmethod(lambda device=None: 90),

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tileops.elementwise import ReLUFwdOp
 
 
 def whole(x):
@@ -30,6 +35,13 @@ def three_breaks(x):
 @torch.compiler.disable
 def hidden(y):
     return y - 1
+
+
+def waits(x):
+    """One break, by a builtin that torch cannot see into."""
+    y = x * 2
+    time.sleep(0)
+    return y + 1
 
 
 class Loud:
@@ -116,6 +128,11 @@ def fuses(x):
 def interrupted(x, w):
     """A product between two pointwise operations: they cannot share a kernel."""
     return torch.relu(torch.relu(x * 2) @ w)
+
+
+def joins(x, w):
+    """Both halves are written where the product reads them."""
+    return torch.cat([x[:, 4:] * 2, x[:, :4] + 1], 1) @ w
 
 
 def writes_input(x):
@@ -205,3 +222,55 @@ def masks(x):
 def chooses(x):
     """Both branches are compiled, and one of them runs."""
     return torch.cond(x.sum() > 0, lambda x: x.sin() + 1, lambda x: x.cos() - 1, (x,))
+
+
+def passes_through_memory(x, w):
+    """Each row of the second softmax needs all of the first, so a value goes through memory from kernel to
+    kernel; what is on two sides of the product could be one kernel in no way."""
+    y = x.softmax(0).softmax(1)
+    return torch.relu(torch.relu(y * 2) @ w) + y
+
+
+def keeps_several(x, w):
+    """Backward needs values of three widths, of which some are cheap to make again."""
+    y = torch.exp(x @ w)
+    mask = y > 1
+    z = torch.cos(torch.sin(x.half()).t())
+    return torch.where(mask, y, y.bfloat16().sigmoid().float()).sum() + z.float().sum()
+
+
+relu = ReLUFwdOp(inplace=True)
+
+
+def written_by_an_op(x):
+    """An op of this library writes to a temporary and to the input: each has a functional form, and the
+    second leaves a copy."""
+    y = x * 2
+    relu(y)
+    relu(x)
+    return y + x
+
+
+# fmt: off
+def loops_on_one_line(x):
+    """Five, three and two rounds on lines of their own; two generators; a loop over a list that another
+    makes; one that ends early, one that never runs; a ``while`` that nobody can count."""
+    for i in range(5): x = x * i  # noqa: E701
+    parts = [x + i for i in range(3)]
+    total = sum(part * 2 for part in parts[:2])
+    pairs = {(i, j): a - b for i, a in enumerate(parts) for j, b in enumerate(parts[1:])}
+    for i in [2 * k for k in range(4)]: x = x + i  # noqa: E701
+    for i in range(9):
+        if i == 6:
+            break
+    for i in range(0): x = x + i  # noqa: E701
+    n = 0
+    while n < 2: x, n = x + 1, n + 1  # noqa: E701
+    return x, total, pairs[2, 1]
+# fmt: on
+
+
+def checkpointed(x, w):
+    """The product and what follows are computed again, and each has this line."""
+    h = checkpoint(lambda a: torch.relu(a @ w).sin(), x, use_reentrant=False)
+    return h.sum()

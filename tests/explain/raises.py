@@ -18,3 +18,7 @@ class Scaled:
 def exits(x):
     y = x + 1
     raise SystemExit(0 * y.dim())
+
+
+net = Scaled(2)
+net.first = Scaled(3)

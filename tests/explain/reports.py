@@ -63,7 +63,7 @@ def small() -> Report:
         "cpp_fused_mul_0", "pointwise", "cpp", [Group("op0", "pointwise", ["pointwise"], ["mul"], ["buf0"])],
         ["mul"], [at(5)], CODE, {"threads": 1},
     )  # fmt: skip
-    unfused = Unfused("op0", "op1", ["mul"], ["relu"], "no shared data")
+    unfused = Unfused("passes", "op0", "op1", ["mul"], ["relu"], "no shared data")
     first = Compilation(
         "0/0", "block", at(4), False, Graph("capture", code, [x, mul]),
         breaks=[Break("print", "print is no operation", at(6), [at(6)], "Print outside.", [], [mul], 1)],

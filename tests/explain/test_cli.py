@@ -56,6 +56,10 @@ def test_prints_json(capsys):
         ([f"{golden.__file__}:nothing"], "has no callable 'nothing'; it has "),
         (["no_such_file.py:whole"], "accepted is FILE:NAME"),
         ([f"{golden.__file__}:whole", "--input", "4xa"], "shape '4xa'"),
+        (
+            [f"{golden.__file__}:whole", "--then", "4,x"],
+            "--then 'x': shape 'x'; accepted is such as",
+        ),
         ([f"{golden.__file__}:whole", "--input", "4:f12"], "dtype 'f12'; accepted are f16"),
         ([f"{golden.__file__}:whole", "--input", "4:f32:nowhere"], "nowhere"),
         ([f"{golden.__file__}:line_of"], "has no callable 'line_of'; it has "),
@@ -161,12 +165,50 @@ def test_refuses_an_unknown_condition(capsys):
     assert "accepted are break, recompile, unfused" in capsys.readouterr().err
 
 
+def test_a_library_s_kernel_fails_nothing(capsys):
+    """Products cannot be fused into, and nobody could mend that."""
+    options = ["--input", "8x8", "--input", "8x8", "--show", "inductor", "--fail-on", "unfused"]
+    assert run("interrupted", *options) == 0
+    assert "not fused: 2 pairs parted by" in capsys.readouterr().out
+
+
 def test_further_calls(capsys):
     options = ["--input", "4x4", "--then", "5x4", "--then", "6x4", *EAGER, "--show", "run"]
     assert run("whole", *options, "--fail-on", "recompile") == 1
     printed = capsys.readouterr().out
     assert "2 graphs, 0 breaks, 1 recompilation" in printed
     assert "Capture" not in printed
+
+
+def test_status_where_nothing_was_compiled(capsys, tmp_path):
+    """A check that can find nothing would pass for ever."""
+    script = tmp_path / "no_tensors.py"
+    script.write_text("def f(x):\n    return 3\n")
+    assert main(["explain", f"{script}:f", "--input", "2", *EAGER, "--fail-on", "break"]) == 2
+    shown = capsys.readouterr()
+    assert "NOTHING WAS COMPILED" in shown.out
+    assert "nothing was compiled: Dynamo read the function" in shown.err
+
+
+def test_what_a_script_prints_is_no_json(capsys):
+    assert run("prints", "--input", "2", *EAGER, "--json", "-") == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["title"] == "prints"
+    assert "between" in shown.err
+
+
+def test_a_part_of_a_model(capsys):
+    assert main(["explain", f"{raises.__file__}:net.first", "--input", "2x3", *EAGER]) == 0
+    assert capsys.readouterr().out.startswith("Scaled ")
+    assert main(["explain", f"{raises.__file__}:net.third", "--input", "2x3", *EAGER]) == 2
+    assert "no callable 'net.third'" in capsys.readouterr().err
+
+
+def test_a_call_that_raises_at_once(capsys):
+    assert run("interrupted", "--input", "2x3", *EAGER) == 2
+    shown = capsys.readouterr()
+    assert "NOTHING WAS COMPILED: the call raised before anything was." in shown.out
+    assert "missing 1 required positional argument" in shown.err
 
 
 def test_a_stage_that_is_none(capsys):

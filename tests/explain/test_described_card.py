@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tileops
+from tests.explain import golden
 from tests.explain.described_card import on_a_card
 
 pytestmark = pytest.mark.skipif(
@@ -38,6 +39,21 @@ def test_triton_with_its_schedule():
         (None, False), (lowered.buffers[0].name, True),
     ]  # fmt: skip
     assert lowered.peak_bytes == 2 * 512 * 256
+
+
+def test_what_somebody_could_mend_of_what_did_not_fuse():
+    with on_a_card():
+        x, w = torch.empty(2048, 2048, device="cuda"), torch.empty(2048, 2048, device="cuda")
+        report = tileops.explain(golden.passes_through_memory, x, w)
+    (lowered,) = report.compilations[0].inductor
+    libraries = {"mm"}
+    for each in lowered.unfused:
+        touches = libraries & {*each.first_nodes, *each.second_nodes}
+        around = "relu" in each.first_nodes and "relu_1" in each.second_nodes
+        assert (each.relation == "opaque") == bool(touches or around), each
+    assert report.unfused
+    assert {each.relation for each in report.unfused} == {"passes"}
+    assert all(len({*each.first_nodes, *each.second_nodes}) > 1 for each in report.unfused)
 
 
 def test_the_machine_is_as_before():

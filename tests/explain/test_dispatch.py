@@ -91,7 +91,7 @@ def test_where_a_kernel_was_registered(noted):
     node = Node("relu", "call_function", "torch.ops.aten.relu.default", "x", device="cpu")
     (relu,) = read_dispatch([Graph("capture", "", [node])])
     places = {entry.key: entry.registered_at for entry in relu.table}
-    assert places["CPU"].startswith("build/aten/src/ATen/RegisterCPU")
+    assert "build/aten/src/ATen/RegisterCPU" in places["CPU"]
 
 
 def test_an_operator_of_no_table():

@@ -8,6 +8,7 @@ from torch._inductor.compile_fx import compile_fx
 import tileops
 from tests.explain.test_golden import fresh, line_of  # noqa: F401
 from tileops.engine.record import emit
+from tileops.explain.views.terminal import render
 from tileops.fusion.compiler import backend
 from tileops.norm import RMSNormFwdOp
 
@@ -103,3 +104,38 @@ def test_plain_code_that_became_an_op_or_nearly():
     assert node.fused_into == one.inductor[0].kernels[0].name  # what has these lines computes it
     (near,) = one.near_misses
     assert (near.op, near.reason, near.at.number) == ("LayerNormFwdOp", "no mean", number)
+    assert not near.means_it
+
+
+def test_plain_code_that_is_an_op_and_stays(capsys):
+    """On the CPU Inductor's code for what follows a product is as fast as the op: it is no near miss."""
+
+    def plain(x, w):
+        return torch.relu(torch.nn.functional.linear(x, w))
+
+    report = explained(plain, torch.randn(8, 16), torch.randn(16, 16))
+    (left,) = report.compilations[0].near_misses
+    assert (left.op, left.means_it) == ("GEMMEpilogueFwdOp", True)
+    report.show("ops", width=1000)
+    shown = capsys.readouterr().out
+    assert "is GEMMEpilogueFwdOp, left alone: test_fusion_nodes.py" in shown
+    assert f"because: {left.reason}" in shown
+    assert "nearly" not in shown
+
+
+def test_plain_code_that_became_a_function_of_torch():
+    def causal(q):
+        seen = torch.ones(6, 6, dtype=torch.bool).tril()
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q, seen)
+
+    report = explained(causal, torch.randn(1, 2, 6, 4))
+    (node,) = report.compilations[0].ops
+    function = "torch.nn.functional.scaled_dot_product_attention"
+    assert (node.op, node.target, node.kernel) == (
+        function,
+        "torch",
+        "scaled_dot_product_attention",
+    )
+    assert node.parameters == "(q, k, v, is_causal=True, scale=None)"
+    assert line_of(causal, "attention(q") in [line.number for line in node.substituted_from]
+    assert f"  {function}(q" in render(report, width=200)

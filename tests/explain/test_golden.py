@@ -6,6 +6,8 @@ import inspect
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
 
 import tileops
 from tests.explain import golden
@@ -68,6 +70,12 @@ def test_three_breaks():
     assert len(report.graphs) == 4
 
 
+def test_a_builtin_that_nobody_disabled():
+    report = tileops.explain(golden.waits, torch.randn(4), backend="eager")
+    assert [each.kind for each in report.breaks] == ["builtin"]
+    assert "disable" not in report.breaks[0].advice
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_branch_on_data(sign):
     report = tileops.explain(golden.branches, sign * torch.ones(4, 4), backend="eager")
@@ -100,121 +108,31 @@ def test_loops_by_how_often_they_run():
     }
 
 
+def test_loops_on_one_line():
+    report = tileops.explain(golden.loops_on_one_line, torch.randn(4), backend="eager")
+    only = report.compilations[0]
+    assert [(loop.at.text.split("  #")[0], loop.times) for loop in only.loops] == [
+        ("for i in range(5): x = x * i", 5),
+        ("for i in range(3)", 3),
+        ("for part in parts[:2]", 2),
+        ("for (i, a) in enumerate(parts)", 3),
+        ("for (j, b) in enumerate(parts[1:])", 6),
+        ("for i in [2 * k for k in range(4)]: x = x + i", 4),
+        ("for k in range(4)", 4),
+        ("for i in range(9):", 7),
+        ("while n < 2: x, n = x + 1, n + 1", None),
+    ]
+    numbers = [loop.at.number for loop in only.loops]
+    assert numbers[0] == line_of(golden.loops_on_one_line, "range(5)")
+    assert numbers == sorted(numbers)
+    assert "<listcomp>" not in [each.function for each in only.inlined]
+
+
 def test_loop_is_counted_once_though_traced_twice():
     report = tileops.explain(golden.unrolls_and_prints, torch.randn(4), backend="eager")
     assert [loop.times for loop in report.compilations[0].loops] == [3]
     assert [each.times for each in report.compilations[0].inlined] == [3]
     assert [each.kind for each in report.breaks] == ["print"]
-
-
-# ---- guards and recompilations -------------------------------------------------------------------
-
-
-def test_three_recompilations():
-    compiled = torch.compile(golden.scaled, backend="eager", dynamic=False)
-    with tileops.explaining() as report:
-        compiled(torch.randn(4), 2)
-        compiled(torch.randn(5), 2)
-        compiled(torch.randn(4, dtype=torch.float64), 2)
-        compiled(torch.randn(4), 3)
-    assert len(report.recompiles) == 3
-    seen = [
-        (f.property, f.expected, f.actual)
-        for one in report.recompiles
-        for f in one.recompile.failures
-        if f.compile_id == report.compilations[0].id
-    ]
-    assert seen == [("size[0]", "4", "5"), ("dtype", "Float", "Double"), ("value", "2", "3")]
-    assert "mark_dynamic(x, 0)" in report.recompiles[0].recompile.failures[0].advice
-    assert [one.recompile.count for one in report.recompiles] == [2, 3, 4]
-    assert report.recompiles[0].recompile.limit == torch._dynamo.config.recompile_limit
-
-
-@pytest.mark.parametrize(
-    ("first", "then", "expected"),
-    [
-        ([1, 2], [1, 2, 3], ("given", "length", "2", "3")),
-        ([1, 2], (1, 2), ("given", "type", "list", "tuple")),
-        (torch.float64, torch.int32, ("given", "value", "torch.float64", "torch.int32")),
-        (slice(0, 2), slice(0, 3), ("given.stop", "value", "2", "3")),
-        (golden.helper, golden.whole, ("given.__code__", "identity", "one code", "whole")),
-        (
-            torch.ones(4),
-            torch.ones(4).requires_grad_(),
-            ("given", "requires_grad", "False", "True"),
-        ),
-    ],
-)
-def test_recompiled_with_both_values(first, then, expected):
-    report = tileops.explain(
-        golden.takes, torch.ones(4), first, then=[(torch.ones(4), then)], backend="eager"
-    )
-    (failure,) = report.recompiles[0].recompile.failures
-    source = failure.source.removeprefix("L['").replace("']", "")
-    assert (source, failure.property, failure.expected, failure.actual) == expected
-
-
-def test_recompiled_by_the_state_of_the_thread():
-    step = torch.compile(golden.whole, backend="eager")
-    with tileops.explaining() as report:
-        step(torch.ones(4))
-        with torch.no_grad(), torch.autocast("cpu"):
-            step(torch.ones(4))
-    (failure,) = report.recompiles[0].recompile.failures
-    assert set(failure.expected.split(", ")) == {"grad_mode=True", "autocast(cpu)_enabled=False"}
-    assert set(failure.actual.split(", ")) == {"grad_mode=False", "autocast(cpu)_enabled=True"}
-
-
-def test_guards_by_group():
-    report = tileops.explain(golden.scaled, torch.randn(4), 2, backend="eager", dynamic=False)
-    guards = report.compilations[0].guards
-    (tensor,) = [guard for guard in guards.guards if guard.kind == "TENSOR_MATCH"]
-    assert (tensor.group, tensor.source) == ("tensor", "L['x']")
-    assert tensor.properties["size"] == [4]
-    assert tensor.properties["stride"] == [1]
-    assert tensor.properties["dtype"] == "float32"
-    assert any(g.group == "identity" and g.source == "L['factor']" for g in guards.guards)
-    assert any(g.group == "global" and g.kind == "GLOBAL_STATE" for g in guards.guards)
-    assert guards.check_us > 0
-
-
-def test_dynamic_size_is_a_range():
-    report = tileops.explain(golden.whole, torch.randn(6, 4), backend="eager", dynamic=True)
-    shapes = [g for g in report.compilations[0].guards.guards if g.group == "shape"]
-    assert any("size()[0]" in guard.code for guard in shapes)
-    assert any(isinstance(size, str) for size in report.graphs[0].nodes[-2].shape)
-
-
-def test_a_range_of_sizes():
-    x, y = torch.randn(6, 4), torch.randn(3, 8)
-    report = tileops.explain(golden.bounded, x, y, backend="eager", dynamic=True)
-    guards = report.compilations[0].guards.guards
-    ranges = {g.source: g.properties for g in guards if g.group == "shape" and g.properties}
-    assert ranges["L['x'].size()[0]"] == {"dimension": 0, "min": 2, "max": 64}
-    assert ranges["L['y'].size()[0]"] == {"dimension": 0, "min": 2}
-    (multiple,) = [g for g in guards if "% 4" in g.code]
-    assert (multiple.group, multiple.properties) == ("shape", {})
-    assert multiple.at.number == line_of(golden.bounded, "% 4")
-    (tensor,) = [g for g in guards if g.kind == "TENSOR_MATCH" and g.source == "L['x']"]
-    assert (tensor.properties["size"], tensor.properties["device"]) == ([None, None], "cpu")
-
-
-def test_limit_of_recompilations():
-    """Of three versions at most the fourth call finds no room, and runs uncompiled."""
-    with torch._dynamo.config.patch(recompile_limit=3), tileops.explaining() as report:
-        compiled = torch.compile(golden.scaled, backend="eager", dynamic=False)
-        for size in (2, 3, 4, 5, 6):
-            compiled(torch.ones(size), 2)
-    versions = [one.recompile for one in report.recompiles]
-    assert [(each.count, each.limit, each.gave_up) for each in versions] == [
-        (2, 3, False), (3, 3, False), (3, 3, True),
-    ]  # fmt: skip
-    refused = report.compilations[-1]
-    assert refused.function == "scaled"
-    assert refused.at.number == golden.scaled.__code__.co_firstlineno
-    assert "recompile" in refused.error
-    newest = versions[-1].failures[0]
-    assert (newest.property, newest.expected, newest.actual) == ("size[0]", "4", "5")
 
 
 # ---- normalisation -------------------------------------------------------------------------------
@@ -269,6 +187,25 @@ def test_writes_as_they_are_written():
     assert {each.at.text.split(" ")[0] for each in made.decompositions} == {"y[1:]", "y[::2,"}
 
 
+def test_writes_by_an_op_of_this_library():
+    x = torch.tensor([-1.0, 2.0])
+    report = tileops.explain(golden.written_by_an_op, x)
+    assert x.tolist() == [0, 2]
+    made = report.compilations[0].normalisation
+    operator = "tileops.elementwise_relu_fwd_writes_input"
+    assert [(each.before, each.copy) for each in made.rewrites] == [
+        (f"{operator}(y)", False),
+        (f"{operator}(l_x_)", True),
+    ]
+    texts = ["relu(y)", "relu(x)"]
+    assert [each.at.text for each in made.rewrites] == texts
+    assert all(f"torch.ops.{operator}.default" in each.after[0] for each in made.rewrites)
+    assert len(made.copies) == 1
+    assert made.decompositions == []
+    written = [k for k in report.compilations[0].inductor[0].kernels if operator in k.name]
+    assert [kernel.bytes for kernel in written] == [2 * 8, 2 * 8]  # read and written
+
+
 def test_another_name_is_no_decomposition():
     report = tileops.explain(golden.names_operators, torch.randn(4), backend="aot_eager")
     assert report.compilations[0].normalisation.decompositions == []
@@ -300,6 +237,66 @@ def test_saved():
     saved = {kept.target: kept.bytes for kept in part.saved}
     assert saved["aten.exp"] == 8 * 4 * 4
     assert "aten.mm" not in [kept.target for kept in part.recomputed]
+
+
+def test_lines_and_inputs_of_what_a_checkpoint_computes_again(capsys):
+    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    report = tileops.explain(golden.checkpointed, x, w, training=True, backend=AOT)
+    (one,) = report.compilations
+    part = one.normalisation.partition
+    again = {each.target: each.at and each.at.number for each in part.recomputed}
+    number = line_of(golden.checkpointed, "checkpoint(")
+    assert again["aten.mm"] == again["aten.relu"] == number
+    for graph in one.normalisation.graphs:
+        lines = {n.target: n.line and n.line.number for n in graph.nodes}
+        assert lines.get("torch.ops.aten.cos.default", number) == number
+        assert lines.get("torch.ops.aten.mm.default", number) == number
+    report.show("aten", width=200)
+    shown = capsys.readouterr().out
+    assert "primals_1 = primals_1, 64 B  an input" in shown
+    assert "aten.mm, 64 B  golden.py" in shown
+
+
+def test_lines_that_torch_does_not_keep(capsys):
+    """A module of torch's own has no line of the user's, and what it computes is no input."""
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+    x = torch.randn(2, 4, requires_grad=True)
+    report = tileops.explain(layers, x, training=True, backend=AOT)
+    assert "the user's lines of some nodes" in [each.what for each in report.unknown]
+    report.show("aten", width=200)
+    shown = capsys.readouterr().out
+    saved = [line for line in shown.splitlines() if line.strip().startswith("save ")]
+    assert [line.endswith("an input") for line in saved] == ["primals" in line for line in saved]
+    report = tileops.explain(lambda x: layers(x), x, backend=AOT)
+    assert "the user's lines of some nodes" not in [each.what for each in report.unknown]
+
+
+def test_bytes_of_what_is_kept():
+    """Against what autograd's node really holds, and the sizes that the partitioned graphs give."""
+    made = {}
+
+    def seen(graph, inputs):
+        made.update(
+            (node.name, node.meta["val"]) for node in graph.graph.nodes if "val" in node.meta
+        )
+        return make_boxed_func(graph.forward)
+
+    def nbytes(value):
+        return value.numel() * value.element_size()
+
+    partitioned = aot_autograd(
+        fw_compiler=seen, bw_compiler=seen, partition_fn=min_cut_rematerialization_partition
+    )
+    x, w = torch.randn(8, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True)
+    report = tileops.explain(golden.keeps_several, x, w, backend=partitioned)
+    part = report.compilations[0].normalisation.partition
+    held = report.result.grad_fn.saved_tensors
+    assert sorted(each.bytes for each in part.saved) == sorted(map(nbytes, held))
+    assert part.saved_bytes == sum(map(nbytes, held))
+    assert len(part.recomputed) > 2
+    for each in part.recomputed:
+        assert each.bytes == nbytes(made[each.name]), each
+    assert part.save_all_bytes > part.saved_bytes
 
 
 def test_training_with_what_backward_may_overwrite():
@@ -346,6 +343,19 @@ def test_neighbours_apart():
     assert (["relu", "mul"], ["mm"]) in pairs
     assert (["mm"], ["relu_1"]) in pairs
     assert all(each.reason for each in lowered.unfused)
+    assert {each.relation for each in lowered.unfused} == {"opaque"}
+    assert report.unfused == []  # nobody could mend it
+
+
+def test_parts_of_one_tensor_need_no_kernel_of_their_own():
+    """The joining of halves that one kernel writes; what reads the whole is the library's product."""
+    report = tileops.explain(golden.joins, torch.randn(8, 8), torch.randn(8, 8))
+    (lowered,) = report.compilations[0].inductor
+    made, product = lowered.kernels
+    assert [group.nodes for group in made.groups if not group.nodes] == []
+    assert (made.kind, product.kind) == ("pointwise", "extern")
+    assert len(product.groups) == 1
+    assert {each.relation for each in lowered.unfused} == {"opaque"}
 
 
 def test_kernels_that_only_change_inputs():

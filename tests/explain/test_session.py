@@ -7,6 +7,7 @@ import copy
 import json
 import logging
 import os
+import re
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ LOGGERS = [
 
 
 def state_of_torch():
-    from torch._dynamo import pgo
+    from torch._dynamo import pgo, symbolic_convert
 
     loggers = [logging.getLogger(name) for name in LOGGERS]
     return {
@@ -34,6 +35,7 @@ def state_of_torch():
         "functorch": torch._functorch.config.get_config_copy(),
         "environment": {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"},
         "sizes": copy.deepcopy(pgo._CODE_STATE),
+        "tables": list(symbolic_convert.InstructionTranslator.dispatch_table),
         "grad": torch.is_grad_enabled(),
         "random": torch.get_rng_state().tolist(),
     }
@@ -236,6 +238,24 @@ def test_terminal(capsys):
     assert max(map(len, shown.splitlines())) <= 100
 
 
+def test_terminal_shows_who_called_what_breaks(capsys):
+    report = tileops.explain(golden.breaks_below, torch.randn(4, 4), backend="eager")
+    report.show("breaks", width=200)
+    shown = capsys.readouterr().out
+    number = line_of(golden.breaks_below, "return")
+    assert f"called from: golden.py:{number}\n" in shown
+    assert report.breaks[0].at.text == 'print("loud")'
+    assert (
+        shown.count("called from") == 1
+    )  # the callee, which is compiled too, is called by the function
+
+
+def test_a_further_call_that_is_no_tuple():
+    x = torch.randn(4, 4)
+    with pytest.raises(TypeError, match="then holds Tensor; accepted is a tuple of arguments"):
+        tileops.explain(golden.whole, x, then=[x], backend="eager")
+
+
 def test_further_calls_and_what_each_compiled():
     then = [(torch.randn(5, 4),), (torch.randn(6, 4),), (torch.randn(4, 4).double(),)]
     x = torch.randn(4, 4)
@@ -243,6 +263,49 @@ def test_further_calls_and_what_each_compiled():
     assert [len(call.compiled) for call in report.calls] == [1, 1, 0, 1]
     assert len(report.recompiles) == 2
     torch.testing.assert_close(report.result, golden.whole(x))
+
+
+class Net(torch.nn.Module):
+    def forward(self, x):
+        return x + 1
+
+
+def no_work(x):
+    return 3
+
+
+@pytest.mark.parametrize("off", [False, True])
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        (Net(), "was compiled before, and one of its versions served the call.*_dynamo.reset"),
+        (no_work, "found no work on tensors"),
+    ],
+)
+def test_nothing_compiled_is_said_aloud(target, why, off, capsys, tmp_path):
+    if isinstance(target, Net):
+        torch.compile(Net(), backend="eager")(torch.ones(2))
+    with torch._dynamo.config.patch(disable=off):
+        report = tileops.explain(target, torch.ones(2), backend="eager")
+    why = "torch.compile is switched off" if off else why
+    assert re.search(why, report.nothing)
+    report.show("breaks", width=1000)
+    shown = capsys.readouterr().out
+    assert re.search(f"NOTHING WAS COMPILED: .*{why}", shown)
+    assert "0 breaks" not in shown
+    report.to_html(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "Nothing compiled" in page
+    assert "No graph break" not in page
+
+
+def test_a_block_that_compiled_nothing():
+    with tileops.explaining() as report:
+        golden.whole(torch.ones(2))
+    assert "nothing that was called is compiled code" in report.nothing
+    with tileops.explaining() as report:
+        torch.compile(golden.whole, backend="eager")(torch.ones(2))
+    assert report.nothing is None
 
 
 def test_terminal_shows_the_stages_that_are_asked_for(capsys):

@@ -53,6 +53,24 @@ def test_cuda_graphs():
     assert "skipping cudagraphs" in seen[private.CUDAGRAPHS][0].getMessage()
 
 
+def test_rounds():
+    """Of two sessions that overlap each hears all, and Dynamo's tables are as they were."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    before = list(InstructionTranslator.dispatch_table)
+    first, second = [], []
+    end_first = private.on_round(lambda code, head: first.append((code.co_name, head.opname)))
+    end_second = private.on_round(lambda code, head: second.append(code.co_name))
+    end_first()
+    torch.compile(golden.unrolls, backend="eager")(torch.randn(4))
+    assert (first, second) == ([], ["unrolls"] * 3)
+    end_second()
+    assert InstructionTranslator.dispatch_table == before
+    torch._dynamo.reset()
+    torch.compile(golden.unrolls, backend="eager")(torch.randn(4))
+    assert len(second) == 3
+
+
 def test_compile_place():
     places = []
 

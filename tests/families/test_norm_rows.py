@@ -276,6 +276,8 @@ def test_a_long_group_is_the_same_whole_and_split():
 
 def running_call(shape, dtype, momentum=0.25, **more):
     op, inputs = group_call(shape, None, dtype, **more)
+    # Of few elements that chance lays close together any float32 arithmetic is off by much.
+    inputs["input"] = inputs["input"] + 4 * (torch.arange(shape[2]) % 2).to(dtype)
     channels = shape[1]
     running = {"running_mean": torch.randn(channels), "running_var": torch.rand(channels) + 0.1}
     op = InstanceNormFwdOp(momentum=momentum)

@@ -111,6 +111,8 @@ def test_mode_and_options_reach_inductor():
         compiled(lambda x: norm(x) * 5, options={"unheard_of": True})(x)
     with pytest.raises(Exception, match="fusion policy 'often'; accepted: never, always, auto"):
         compiled(lambda x: norm(x) * 6, options={"tileops.fusion": "often"})(x)
+    with pytest.raises(Exception, match="option 'tileops.fusoin'; accepted: tileops.fusion, and"):
+        compiled(lambda x: norm(x) * 7, options={"tileops.fusoin": "never"})(x)
 
 
 def test_custom_passes_of_the_user_run_and_nothing_is_left_behind():

@@ -32,6 +32,14 @@ SPELLINGS = {
         "r = (m + 1e-2) ** -0.5", "h = (a * r).{own}", "y = w.{own} * h", "q = t + 1",
     ],
     "add and torch's norm": ["t = x + z", "n = F.rms_norm(t, (8,), w, 1e-2)", "y = n", "q = t.abs()"],
+    "rotation": [
+        "a = x.{wide}", "c = z.{wide}", "u = a[..., :4]", "t = a[..., 4:]", "r = torch.cat((-t, u), -1)",
+        "m = a * c", "n = r * (c + 1)", "y = (m + n).{own}",
+    ],
+    "rotation of pairs": [
+        "a = x.{wide}", "c = z.{wide}[..., :4]", "u = a[..., ::2]", "t = a[..., 1::2]", "m = u * c - t * c",
+        "n = t * c + u * c", "y = torch.stack((m, n), -1).flatten(-2).{own}",
+    ],
     "gate": ["a = x.{wide}", "g = a[..., :4]", "u = a[..., 4:]", "e = F.silu(g)", "y = e * u"],
 }  # fmt: skip
 STEPS = [

@@ -117,6 +117,20 @@ def test_broadcasting(tmp_path):
     assert error.accepted == "shapes that broadcast"
 
 
+def test_a_rule_on_broadcasting(tmp_path):
+    signature = """\
+    dtypes: {T: [float32]}
+    inputs: {a: {dtype: T, shape: "[*A]"}, b: {dtype: T, shape: "[*B]"}}
+    outputs: {y: {dtype: T, shape: "[*A]"}}
+    rules: [{require: "bcast(A, B) == A", message: "b broadcasts to a", argument: b}]
+    """
+    check = Check(tmp_path, signature)
+    assert check.shapes({"a": zeros(4, 3), "b": zeros(4, 1)}) == [(4, 3)]
+    for wider in (zeros(2, 1, 1), zeros(5, 1)):
+        error = check.refusal({"a": zeros(4, 3), "b": wider})
+        assert (error.argument, error.accepted) == ("b", "b broadcasts to a")
+
+
 # ---- optional inputs ---------------------------------------------------------------------------------
 
 OPTIONAL = """\

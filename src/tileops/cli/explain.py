@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import re
@@ -19,8 +20,8 @@ __all__ = ["add_command"]
 
 _ABOUT = """\
 Compile a function or module of a script, call it once, and show each stage of torch.compile.
-Exit status: 0; 1 where the report has what --fail-on names; 2 where the request is no good or the
-call raises."""
+Exit status: 0; 1 where the report has what --fail-on names; 2 where the request is no good, the call
+raises or nothing was compiled."""
 _CONDITIONS = ("break", "recompile", "unfused")
 _DTYPES = {
     "f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "i8": "int8",
@@ -37,7 +38,11 @@ def add_command(commands: Any) -> None:
         "explain", help="show what torch.compile did with a function", description=_ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("target", metavar="FILE:NAME", help="a function or module of a script")
+    parser.add_argument(
+        "target",
+        metavar="FILE:NAME",
+        help="a function or module of a script, or a part of one: model.py:net.encoder",
+    )
     parser.add_argument(
         "--input", metavar="SPEC", action="append", default=[],
         help='an argument, such as "2048x4096:f16:cuda"; may be repeated; f32 and cpu without',
@@ -55,7 +60,8 @@ def add_command(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--fail-on", metavar="WHAT", type=_conditions, default=(),
-        help=f"exit with 1 where there is any of these: {','.join(_CONDITIONS)}",
+        help=f"exit with 1 where there is any of these, separated by commas: {','.join(_CONDITIONS)}; "
+        "unfused: a value goes through memory from one generated kernel to another",
     )  # fmt: skip
     parser.add_argument("--html", metavar="FILE", type=Path, help="write one self-contained page")
     parser.add_argument(
@@ -91,25 +97,29 @@ def _explain(options: argparse.Namespace) -> int:
     from tileops.explain.model import Report
     from tileops.explain.session import explain_into
 
-    try:
-        _check(options)
-        target = _load(options.target)
-        inputs, *then = (
-            tuple(_tensor(spec, training=bool(options.training)) for spec in specs)
-            for specs in (options.input, *(text.split(",") for text in options.then))
-        )
-    except _RequestError as error:
-        print(f"tileops explain: {error}", file=sys.stderr)
-        return 2
     report = Report()
     raised = None
-    try:
-        explain_into(
-            report, target, inputs, {}, backend=options.backend, mode=options.mode,
-            dynamic=options.dynamic, training=options.training, measure=options.measure, then=then,
-        )  # fmt: skip
-    except (Exception, SystemExit) as error:  # noqa: BLE001  (told after what was seen of the call)
-        raised = error
+    # What the script prints is no JSON.
+    prints_json = options.json is not None and str(options.json) == "-"
+    with contextlib.redirect_stdout(sys.stderr if prints_json else sys.stdout):
+        try:
+            _check(options)
+            target = _load(options.target)
+            given = [("--input", options.input), *(("--then", t.split(",")) for t in options.then)]
+            inputs, *then = (
+                tuple(_tensor(name, spec, training=bool(options.training)) for spec in specs)
+                for name, specs in given
+            )
+        except _RequestError as error:
+            print(f"tileops explain: {error}", file=sys.stderr)
+            return 2
+        try:
+            explain_into(
+                report, target, inputs, {}, backend=options.backend, mode=options.mode,
+                dynamic=options.dynamic, training=options.training, measure=options.measure, then=then,
+            )  # fmt: skip
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (told after what was seen of the call)
+            raised = error
     try:
         _write(options, report)
     except OSError as error:
@@ -117,6 +127,9 @@ def _explain(options: argparse.Namespace) -> int:
         return 2
     if raised is not None:
         _tell(raised)
+        return 2
+    if report.nothing:  # neither good nor bad: a check of it would pass for ever
+        print(f"tileops explain: nothing was compiled: {report.nothing}", file=sys.stderr)
         return 2
     failed = [name for name in options.fail_on if _count(report, name)]
     for name in failed:
@@ -200,7 +213,9 @@ def _load(text: str) -> Callable[..., Any]:
     except (Exception, SystemExit) as error:  # noqa: BLE001  (the user's)
         _tell(error)
         raise _RequestError(f"{file} cannot be run") from None
-    found = getattr(module, name, None)
+    found: Any = module
+    for part in name.split("."):  # a part of a model, or a method, too
+        found = getattr(found, part, None)
     if isinstance(found, type):
         raise _RequestError(f"{name!r} of {file} is a class; accepted is a function or an instance")
     if not callable(found):
@@ -212,7 +227,7 @@ def _load(text: str) -> Callable[..., Any]:
     return found
 
 
-def _tensor(spec: str, *, training: bool) -> Any:
+def _tensor(option: str, spec: str, *, training: bool) -> Any:
     """A tensor of ``2048x4096:f16:cuda``: random, or zeros for integers, which may be indices."""
     import torch
 
@@ -220,18 +235,18 @@ def _tensor(spec: str, *, training: bool) -> Any:
     dtype_name, _, device = rest.partition(":")
     if not re.fullmatch(r"\d+(x\d+)*|scalar", shape):
         raise _RequestError(
-            f"--input {spec!r}: shape {shape!r}; accepted is such as 2048x4096, or scalar"
+            f"{option} {spec!r}: shape {shape!r}; accepted is such as 2048x4096, or scalar"
         )
     if dtype_name and dtype_name not in _DTYPES:
         raise _RequestError(
-            f"--input {spec!r}: dtype {dtype_name!r}; accepted are {', '.join(_DTYPES)}"
+            f"{option} {spec!r}: dtype {dtype_name!r}; accepted are {', '.join(_DTYPES)}"
         )
     sizes = [] if shape == "scalar" else [int(part) for part in shape.split("x")]
     dtype: torch.dtype = getattr(torch, _DTYPES[dtype_name or "f32"])
     try:
         made = torch.zeros(sizes, dtype=dtype, device=device or "cpu")
     except (RuntimeError, AssertionError) as error:
-        raise _RequestError(f"--input {spec!r}: {error}") from None
+        raise _RequestError(f"{option} {spec!r}: {error}") from None
     if dtype.is_floating_point:
         generator = torch.Generator().manual_seed(0)
         made.copy_(torch.randn(sizes, generator=generator))

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from tileops.authoring import KernelInterface, Op
-from tileops.elementwise.recording import recorded
+from tileops.lib.watching import watched
 
 
 class ReLUFwdOp(Op):
@@ -111,7 +111,7 @@ class HardsigmoidFwdOp(Op):
     def decomposition(input: torch.Tensor, *, inplace: bool) -> torch.Tensor:
         if _coarse(input):
             return _sixths_of_relu6(input)
-        if not recorded(input):
+        if not watched(input):
             return F.hardsigmoid(input)
         # ATen's own has no second derivative.
         wide = input.to(torch.promote_types(input.dtype, torch.float32))

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from tileops.authoring import KernelInterface, Op
-from tileops.elementwise.recording import recorded
+from tileops.lib.watching import watched
 
 
 def _scaled_sum(
@@ -35,7 +35,7 @@ def _rounded_once(
     function: Callable[..., torch.Tensor], input: torch.Tensor, other: torch.Tensor
 ) -> torch.Tensor:
     """``function``, which torch rounds once on the CPU; not elsewhere, nor its derivative."""
-    if input.device.type == "cpu" and not recorded(input, other):
+    if input.device.type == "cpu" and not watched(input, other):
         return function(input, other)
     return _in_float32(function, input, other)
 

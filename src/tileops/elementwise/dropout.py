@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tileops.authoring import CheckError, KernelInterface, Op
-from tileops.elementwise.recording import recorded
+from tileops.lib.watching import recorded
 
 _LOW = 0xFFFFFFFF
 

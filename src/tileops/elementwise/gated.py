@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from tileops.authoring import KernelInterface, Op
-from tileops.elementwise.recording import recorded
+from tileops.lib.watching import watched
 
 
 def _halves(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,7 +35,7 @@ class SiLUAndMulFwdOp(Op):
 
 
 def _silu_backward(grad: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    if not recorded(grad, gate):
+    if not watched(grad, gate):
         return torch.ops.aten.silu_backward(grad, gate)  # in one pass, and without a derivative
     sigmoid = torch.sigmoid(gate)
     return grad * sigmoid * (1 + gate * (1 - sigmoid))

@@ -37,6 +37,8 @@ __all__ = [
     "Unknown",
 ]  # fmt: skip
 
+EVERYTHING = "every stage"
+"""What is unknown where nothing was compiled."""
 FORMAT = 1
 """Goes up when a field changes its meaning or goes."""
 
@@ -280,11 +282,13 @@ class OpNode:
 
 @dataclass
 class NearMiss:
-    """Plain PyTorch that is nearly an op of this library, or an op that might have been rewritten."""
+    """Plain PyTorch that is an op of this library, or nearly is one, and stays what it is."""
 
     op: str
     at: Line | None
     reason: str
+    means_it: bool
+    """It means the op, and rewriting it would not pay or is not wanted; else it means something else."""
 
 
 # ---- the whole -----------------------------------------------------------------------------------
@@ -347,6 +351,11 @@ class Report:
     """What the explained function returned; not in JSON."""
 
     @property
+    def nothing(self) -> str | None:
+        """Why nothing was compiled, so that there is nothing to show; None where something was."""
+        return next((each.why for each in self.unknown if each.what == EVERYTHING), None)
+
+    @property
     def breaks(self) -> list[Break]:
         return [each for one in self.compilations for each in one.breaks]
 
@@ -360,7 +369,10 @@ class Report:
 
     @property
     def unfused(self) -> list[Unfused]:
-        return [u for one in self.compilations for ind in one.inductor for u in ind.unfused or ()]
+        """Values that go through memory from one generated kernel to another; what else stayed apart
+        is in :attr:`Inductor.unfused`."""
+        lowered = [each for one in self.compilations for each in one.inductor]
+        return [u for each in lowered for u in each.unfused or () if u.relation == "passes"]
 
     def plain(self) -> dict[str, Any]:
         """As dictionaries and lists."""

@@ -63,6 +63,11 @@ class Kernel:
 class Unfused:
     """Neighbours that stayed apart."""
 
+    relation: str
+    """``passes``: a generated kernel writes what another reads, and nothing forbids one kernel for both;
+    ``shares``: they have no more in common than what both read;
+    ``steps``: two steps of one operation, which Inductor splits;
+    ``opaque``: a kernel of a library or of an op is one of them or lies between: nothing fuses into it"""
     first: str
     second: str
     first_nodes: list[str]

@@ -33,7 +33,7 @@ def explaining(title: str = "", *, measure: bool = False) -> Iterator[Report]:
     report = Report(title=title)
     profile = None
     try:
-        with _explaining(report, None), private.profiled() if measure else _nothing() as profile:
+        with _explaining(report, None, 0), private.profiled() if measure else _nothing() as profile:
             yield report
     finally:
         if profile is not None:
@@ -46,15 +46,17 @@ def _nothing() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _explaining(report: Report, cuda_graphs: bool | None) -> Iterator[list[Event]]:
+def _explaining(report: Report, cuda_graphs: bool | None, versions: int) -> Iterator[list[Event]]:
     events = Events()
     report.torch = torch.__version__
     report.device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    raised = True
     try:
         with events.listening():
             yield events.seen
+        raised = False
     finally:
-        assemble(report, events, cuda_graphs=cuda_graphs)
+        assemble(report, events, cuda_graphs=cuda_graphs, versions=versions, raised=raised)
 
 
 def explain(
@@ -110,6 +112,12 @@ def explain_into(
             f"explain: target is {kind} {named}; accepted is a function, a module or another callable "
             "object"
         )
+    for each in then:
+        if not isinstance(each, tuple | list):
+            kind = type(each).__qualname__
+            raise TypeError(
+                f"explain: then holds {kind}; accepted is a tuple of arguments for each call"
+            )
     target = private.plain_of(target)
     name = getattr(target, "__qualname__", None) or type(target).__name__
     report.title = name
@@ -138,7 +146,7 @@ def explain_into(
             _own_code(target), backend=backend, dynamic=dynamic, mode=mode, fullgraph=fullgraph
         )
         calls = []
-        with _explaining(report, graphs) as seen:
+        with _explaining(report, graphs, _versions(target)) as seen:
             for given in (args, *then):
                 started, before = time.perf_counter(), len(seen)
                 result = call(given, kwargs)
@@ -200,6 +208,16 @@ def _own_code(target: Any) -> Any:
     own.__kwdefaults__, own.__qualname__ = target.__kwdefaults__, target.__qualname__
     own.__dict__.update(target.__dict__)
     return own
+
+
+def _versions(target: Any) -> int:
+    """Compiled before, of code that is not the call's own: a function's is."""
+    if isinstance(target, types.FunctionType):
+        return 0
+    called = target.forward if isinstance(target, torch.nn.Module) else target
+    called = called if hasattr(called, "__code__") else type(called).__call__
+    code = getattr(called, "__code__", None)
+    return 0 if code is None else private.compiled_times(code)
 
 
 def _tensors(*given: Any) -> list[torch.Tensor]:

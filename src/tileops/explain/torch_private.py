@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dis
 import functools
 import logging
 import re
@@ -28,8 +29,8 @@ __all__ = [
     "CUDAGRAPHS", "FUSION", "POST_FUSION", "TRACE", "TRACE_CALL", "TRACE_SOURCE", "Profile", "Span",
     "compile_place", "compiled_times", "computed_table", "differentiated", "differentiated_so_far",
     "generated_names", "global_state", "is_torch_file", "key_set", "launched_with", "library", "limit",
-    "memory_gbps", "node_stacks", "on_autotune", "plain_of", "profiled", "recompiled_frame",
-    "redispatch", "span", "tapped", "untouched",
+    "memory_gbps", "node_stacks", "on_autotune", "on_round", "plain_of", "profiled", "recompiled_frame",
+    "redispatch", "span", "switched_off", "tapped", "untouched", "written_arguments",
 ]  # fmt: skip
 
 TRACE = "torch.__trace"
@@ -196,6 +197,47 @@ def on_autotune(take: Callable[[str, dict[str, float]], None]) -> Callable[[], N
     return end
 
 
+_rounds: list[Callable[[types.CodeType, Any], None]] = []
+"""Who is told of rounds: sessions of several threads share one change of Dynamo's tables."""
+_tables: list[tuple[list[Any], Any]] = []
+
+
+@_adapter
+def on_round(take: Callable[[types.CodeType, Any], None]) -> Callable[[], None]:
+    """Call ``take`` with a loop's code and its ``FOR_ITER`` for each round that Dynamo traces. A line of
+    its own for the body, which :data:`TRACE_SOURCE` would tell, a loop need not have. Gives what ends it.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+    number = dis.opmap["FOR_ITER"]
+    with _taps_lock:
+        waiting = [] if _rounds else [InstructionTranslatorBase]
+        while waiting:
+            translator = waiting.pop()
+            waiting += translator.__subclasses__()
+            table: list[Any] = translator.dispatch_table
+            _tables.append((table, table[number]))
+            table[number] = functools.partial(_traced, table[number])
+        _rounds.append(take)
+
+    def end() -> None:
+        with _taps_lock:
+            _rounds.remove(take)
+            while _tables and not _rounds:
+                table, plain = _tables.pop()
+                table[number] = plain
+
+    return end
+
+
+def _traced(plain: Callable[..., None], translator: Any, instruction: Any) -> None:
+    body = translator.instruction_pointer
+    plain(translator, instruction)
+    if translator.instruction_pointer == body:  # else the loop is over
+        for take in (*_rounds,):
+            take(translator.f_code, instruction)
+
+
 @_adapter
 def limit() -> int | None:
     """Compilations of one code after which Dynamo gives up."""
@@ -213,6 +255,24 @@ def computed_table(operator: str) -> str | None:
         return torch._C._dispatch_dump_table(operator) or None
     except RuntimeError:
         return None
+
+
+@_adapter
+def written_arguments(target: str) -> dict[int, str]:
+    """Places and names of the arguments that an operator such as ``torch.ops.aten.add_.Tensor`` writes;
+    none of one that is not registered."""
+    found: Any = torch
+    for name in target.split(".")[1:]:
+        found = getattr(found, name, None)
+    if isinstance(found, torch._ops.OpOverloadPacket):
+        found = getattr(found, found.overloads()[0])
+    if not isinstance(found, torch._ops.OpOverload):
+        return {}
+    arguments = found._schema.arguments
+    return {
+        number: each.name for number, each in enumerate(arguments)
+        if each.alias_info and each.alias_info.is_write and not each.kwarg_only
+    }  # fmt: skip
 
 
 @_adapter
@@ -440,6 +500,13 @@ def _forgotten_code() -> Iterator[None]:
         handle.remove()
         for code in fresh:
             torch._C._dynamo.eval_frame.reset_code(code)
+
+
+@_adapter
+def switched_off() -> bool:
+    """Whether Dynamo is to compile nothing."""
+    found: bool = torch._dynamo.config.disable
+    return found
 
 
 def compiled_times(code: Any) -> int:

@@ -48,10 +48,13 @@ def backend(
 
     ``mode`` and ``options`` are Inductor's, as ``torch.compile`` takes them, and
     ``options={"tileops.fusion": "never" | "always" | "auto"}``. Raises ``ValueError`` for another policy
-    and ``RuntimeError``, Inductor's, for an option or a mode that it does not know.
+    or option of this library and ``RuntimeError``, Inductor's, for an option or a mode that it does not
+    know.
     """
     own = dict(options or {})
     policy = own.pop(OPTION, None)
+    if unknown := [name for name in own if name.startswith("tileops.")]:
+        raise ValueError(f"option {unknown[0]!r}; accepted: {OPTION}, and Inductor's own")
     inductor = torch._TorchCompileInductorWrapper(mode, own, None)
     from torch._inductor import config
 

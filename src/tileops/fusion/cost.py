@@ -23,7 +23,7 @@ from tileops.engine.pattern import Pattern
 from tileops.engine.plan import in_tree_kernels
 from tileops.engine.select import select
 from tileops.engine.targets import device_facts
-from tileops.fusion.graph import fusable, tensors_of, value_of
+from tileops.fusion.graph import fusable, hint_of, tensors_of, value_of
 
 __all__ = [
     "ADVANTAGE",
@@ -38,6 +38,8 @@ __all__ = [
     "is_cpu",
     "one_row_pays",
     "slowly_wide",
+    "takes_groups",
+    "written_out_wins",
 ]
 
 ADVANTAGE = {"cuda": {"pointwise": 0.0, "reduction": 0.1}}
@@ -52,6 +54,20 @@ a loop of Inductor's than as the library's product: then the row that is multipl
 first cache. In float16 the library is faster, float64 was not measured."""
 ON_ONE_CORE = (torch.float32,)
 """Dtypes in which the library's product of one row takes one core, however many there are."""
+
+SCORES = {
+    ("cpu", torch.float32): (256 * 256, 1024 * 1024),
+    ("cpu", torch.bfloat16): (1024 * 1024, 1024 * 1024),
+    ("cuda", torch.float16): (256 * 256, 256 * 256),
+    ("cuda", torch.bfloat16): (256 * 256, 256 * 256),
+}
+"""By device and dtype: scores of one head from which torch's attention is faster than Inductor's code for
+one that is written out; without a gradient, and with one. Measured on a CPU, estimated for CUDA. In float32
+torch's kernels for CUDA may round to TF32, which what is written out does not."""
+
+FLASH_HEAD, FLASH_ARCH = 128, (8, 0)
+"""Features of a head up to which FlashAttention serves, gradients included, and the compute capability from
+which it does."""
 
 SLOW_IN_FLOAT64 = ("cuda",)
 """Where float64 costs so much that bytes no longer say what work costs."""
@@ -119,15 +135,7 @@ def _outputs(node: Node) -> list[Node]:
 
 
 def _nbytes(value: Any) -> int:
-    return sum(_hint(t.numel()) * t.dtype.itemsize for t in tensors_of(value))
-
-
-def _hint(size: Any) -> int:
-    """A number for a size that may be symbolic; no guard comes of it."""
-    if isinstance(size, torch.SymInt):
-        hint = size.node.hint if size.node.has_hint() else None
-        return 1 << 20 if hint is None else int(hint)
-    return int(size)
+    return sum(hint_of(t.numel()) * t.dtype.itemsize for t in tensors_of(value))
 
 
 def one_row_pays(dtype: torch.dtype, length: int) -> str:
@@ -165,6 +173,33 @@ def brings_nothing(entry: Entry, pattern: Pattern, device: str, gradient: bool) 
     return f"on {device} its own kernel is no faster than Inductor's code"
 
 
+# ---- attention -----------------------------------------------------------------------------------
+
+
+def written_out_wins(result: torch.Tensor, keys: Any) -> str:
+    """Why attention that is written out should stay so; '' where torch's function is faster. ``result``:
+    its fake value."""
+    limits = SCORES.get((result.device.type, result.dtype))
+    if limits is None:
+        return (
+            f"torch's attention was not seen to be faster on {result.device.type} in {result.dtype}"
+        )
+    scores, least = hint_of(result.shape[-2]) * hint_of(keys), limits[result.requires_grad]
+    if scores >= least:
+        return ""
+    return f"Inductor's code is faster for fewer than {least} scores a head, here {scores}"
+
+
+def takes_groups(result: torch.Tensor) -> bool:
+    """Whether torch's attention, without a mask, reads grouped heads uncopied, as FlashAttention does."""
+    if result.device.type == "cpu":
+        return True
+    if result.device.type != "cuda" or not torch.backends.cuda.flash_sdp_enabled():
+        return False
+    able = device_facts(result.device).arch >= FLASH_ARCH
+    return able and result.dtype.itemsize == 2 and result.shape[-1] <= FLASH_HEAD
+
+
 # ---- epilogues of products -----------------------------------------------------------------------
 
 APART = ("cublas_then_finish", "product_then_steps")
@@ -200,4 +235,4 @@ def epilogue_loses(
 def _spec(value: Any) -> TensorSpec | None:
     if value is None:
         return None
-    return TensorSpec.contiguous_of(tuple(map(_hint, value.shape)), value.dtype, value.device)
+    return TensorSpec.contiguous_of(tuple(map(hint_of, value.shape)), value.dtype, value.device)

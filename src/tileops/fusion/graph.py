@@ -20,6 +20,7 @@ __all__ = [
     "canonical",
     "difference",
     "fusable",
+    "hint_of",
     "idle",
     "is_pointwise",
     "storages",
@@ -40,6 +41,14 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]  # most are: a tree costs much more
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def hint_of(size: Any) -> int:
+    """A number for a size that may be symbolic; no guard comes of it."""
+    if isinstance(size, torch.SymInt):
+        hint = size.node.hint if size.node.has_hint() else None
+        return 1 << 20 if hint is None else int(hint)
+    return int(size)
 
 
 def difference(old: Any, new: Any) -> str:
@@ -64,8 +73,11 @@ def difference(old: Any, new: Any) -> str:
 _SYNONYMS = {
     "absolute": "abs",
     "bfloat16": "to",
+    "bool": "to",
+    "char": "to",
     "clamp_max": "minimum",
     "clamp_min": "maximum",
+    "clip": "clamp",
     "concat": "cat",
     "concatenate": "cat",
     "divide": "div",
@@ -73,6 +85,8 @@ _SYNONYMS = {
     "flatten": "reshape",
     "float": "to",
     "half": "to",
+    "int": "to",
+    "long": "to",
     "multiply": "mul",
     "negative": "neg",
     "softmax_": "softmax",
@@ -217,12 +231,18 @@ def _returns_argument(node: Node) -> frozenset[int]:
     return storages(node) & storages(node.all_input_nodes)
 
 
+_KEYWORDS = ("and_", "is_", "not_", "or_")
+"""Functions of ``operator`` whose underscore keeps a keyword of Python's apart."""
+
+
 def _writes(node: Node, name: str) -> bool:
     target = node.target
     if node.kwargs.get("out") is not None or node.kwargs.get("inplace"):
         return True
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.is_mutable
+    if name in _KEYWORDS and getattr(target, "__module__", "") == "_operator":
+        return False
     if name == "setitem" or (name.endswith("_") and not name.endswith("__")):
         return True
     if getattr(target, "__module__", "") == "_operator" and name.startswith("i"):
@@ -242,6 +262,8 @@ def _is_pointwise(name: str) -> bool:
 def is_pointwise(node: Node) -> bool:
     """Whether each element of the result needs one element of each argument."""
     name = canonical(node)
+    if name in ("max", "min"):  # of two tensors
+        return all(isinstance(value_of(a), torch.Tensor) for a in node.args) and len(node.args) == 2
     return name is not None and (name == "to" or _is_pointwise(name))
 
 

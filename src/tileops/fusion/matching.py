@@ -10,21 +10,35 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from tileops.engine.pattern import Call, Half, Named, Number, Product, Sum, Tensor, Term, call
+from tileops.engine.pattern import (
+    Bounded,
+    Call,
+    Half,
+    Mask,
+    Named,
+    Number,
+    Product,
+    Sum,
+    Tensor,
+    Term,
+    call,
+)
+from tileops.fusion.extremes import amax_of, at_least, bounds_of, scaled_least
 from tileops.fusion.graph import Memory, canonical, is_pointwise, value_of
+from tileops.fusion.masks import Seen, hidden, masked
+from tileops.fusion.primitives import entries_of, primitive
 from tileops.fusion.reading import (
     Expr,
     Made,
     cast_of,
     factors,
-    half_of,
     mean_of,
     number_of,
     origin,
-    primitive,
     stripped,
     summands,
 )
+from tileops.fusion.told import Told
 
 __all__ = ["Binding", "Matcher", "label"]
 
@@ -47,6 +61,7 @@ class Binding:
     """Every node at which the hole was met: one value, but for casts."""
     numbers: Mapping[str, Any] = field(default_factory=dict)
     named: Mapping[str, Expr] = field(default_factory=dict)
+    masks: Mapping[str, Seen] = field(default_factory=dict)
     dims: int = 0
     score: int = 0
 
@@ -60,6 +75,15 @@ def _with(b: Binding, name: str, value: Any) -> Binding:
     return replace(b, numbers={**b.numbers, name: value})
 
 
+def _hiding(b: Binding, name: str, seen: Seen) -> Binding:
+    return replace(b, masks={**b.masks, name: seen})
+
+
+def _untold(mask: Any) -> str:
+    named = label(mask) if isinstance(mask, Node) else mask
+    return f"{named} is a mask, and the graph does not tell what it hides"
+
+
 def _close(a: Any, b: Any) -> bool:
     return a is b or (a is not None and b is not None and math.isclose(a, b, rel_tol=CLOSE))
 
@@ -68,8 +92,8 @@ class Matcher:
     """Attempts at one term. ``loose``: dims and constants may be any, as for a hint. Where all fail,
     ``reason`` says what stood in the way of the one that came furthest."""
 
-    def __init__(self, memory: Memory, loose: bool = False) -> None:
-        self.memory, self.loose = memory, loose
+    def __init__(self, memory: Memory, told: Told, loose: bool = False) -> None:
+        self.memory, self.told, self.loose = memory, told, loose
         self.reason, self.score = "", -1
         self._steps = 0
 
@@ -78,10 +102,10 @@ class Matcher:
         if binding.score > self.score:
             self.reason, self.score = reason, binding.score
 
-    def matches(self, term: Term, node: Node) -> Iterator[Binding]:
-        """All readings of ``node`` as ``term``."""
+    def matches(self, term: Term, node: Node, known: Binding | None = None) -> Iterator[Binding]:
+        """All readings of ``node`` as ``term``, with what is ``known`` of its holes."""
         self._steps = 0
-        yield from self._match(term, node, Binding())
+        yield from self._match(term, node, known or Binding())
 
     # -- one term --------------------------------------------------------------------------------
 
@@ -95,10 +119,10 @@ class Matcher:
             return
         elif isinstance(term, Tensor):
             yield from self._tensor(term.name, expr, b)
-        elif isinstance(term, Named):
-            yield from self._named(term, expr, b)
-        elif isinstance(term, Half):
-            yield from self._half(term, expr, b)
+        elif (read := _READERS.get(type(term))) is not None:
+            yield from read(self, term, expr, b)
+        elif isinstance(term, Mask) and term.scores is not None:
+            yield from self._masked(term.name, term.scores, expr, b)
         elif isinstance(term, Product):
             wanted = sorted(term.factors, key=lambda f: _rank(f[0]))
             yield from self._product(wanted, term.coefficient, [(expr, 1.0)], 0, b)
@@ -107,8 +131,6 @@ class Matcher:
             if found is not None:
                 wanted = sorted(term.terms, key=lambda f: _rank(f[0]))
                 yield from self._sum(wanted, term.constant, found[1], found[0], 0, b)
-        elif isinstance(term, Call):
-            yield from self._call(term, expr, b)
 
     def _number(self, term: Number, expr: Any, b: Binding) -> Iterator[Binding]:
         known = None if isinstance(expr, Made) else number_of(expr)
@@ -144,14 +166,39 @@ class Matcher:
         self.note(replace(b, score=b.score + 1), f"{name} is {places}")
 
     def _half(self, term: Half, expr: Expr, b: Binding) -> Iterator[Binding]:
-        found = half_of(expr)
+        found = entries_of(expr)
         if found is not None and found[1] is term.second:
-            yield from self._tensor(term.tensor.name, found[0], b)
-        else:
-            which = "second" if term.second else "first"
-            self.note(
-                b, f"{label(origin(expr))} is not the {which} half of {term.tensor.name}'s last dim"
-            )
+            source, _, layout = found
+            name = term.layout.name if term.layout is not None else ""
+            if b.numbers.get(name, layout if name else "neox") == layout:
+                known = _with(b, name, layout) if name else b
+                yield from self._tensor(term.tensor.name, source, known)
+                return
+        what = f"the {'second' if term.second else 'first'} half of {term.tensor.name}'s last dim"
+        self.note(b, f"{label(origin(expr))} is not {what}")
+
+    def _masked(self, name: str, scores: Term, expr: Expr, b: Binding) -> Iterator[Binding]:
+        """Scores with any number of masks on them."""
+        yield from self._match(scores, expr, b if name in b.masks else _hiding(b, name, Seen()))
+        for rest, seen, mask in hidden(self.told, expr):
+            both = None if seen is None else seen.but(b.masks.get(name, Seen()))
+            if both is not None:
+                yield from self._masked(name, scores, rest, _hiding(b, name, both))
+            elif next(self._masked(name, scores, rest, b), None) is not None:
+                self.note(replace(b, score=b.score + 2), _untold(mask))
+
+    def _bounded(self, term: Bounded, expr: Expr, b: Binding) -> Iterator[Binding]:
+        while (found := bounds_of(expr)) is not None:
+            step, (expr, *given) = expr, found
+            low, high = (None if bound is None else number_of(bound) for bound in given)
+            if (low, high).count(None) > given.count(None):
+                self.note(b, f"the bounds of {label(step)} are not numbers that are known")
+                return
+            if (low is not None and low > term.low) or (high is not None and high < term.high):
+                between = f"{term.low:g} and {term.high:g}"
+                self.note(b, f"{label(step)} is bounded closer than by {between}")
+                return
+        yield from self._match(term.term, expr, b)
 
     # -- sums and products -----------------------------------------------------------------------
 
@@ -284,10 +331,15 @@ class Matcher:
     # -- primitives ------------------------------------------------------------------------------
 
     def _call(self, term: Call, expr: Expr, b: Binding) -> Iterator[Binding]:
-        if term.name == "mean":
-            reduced = mean_of(expr)
+        if term.name in _REDUCING:
+            reduced = _REDUCING[term.name](expr)
             if reduced is not None:
-                yield from self._mean(term, *reduced, b)
+                yield from self._reduced(term, *reduced, b)
+            return
+        if term.name == "maximum":
+            pair = at_least(expr)
+            if pair is not None:
+                yield from self._all(term.arguments, pair, replace(b, score=b.score + 1))
             return
         step = primitive(expr)
         if step is not None and step[0] == term.name and len(step[1]) >= len(term.arguments):
@@ -298,6 +350,12 @@ class Matcher:
         for name, value in term.attributes:
             if isinstance(value, Number):
                 b = _with(b, value.name, given.get(name))
+            elif isinstance(value, Mask):
+                seen = masked(self.told, given.get(name))
+                if seen is None:
+                    self.note(b, _untold(given.get(name)))
+                    return
+                b = _hiding(b, value.name, seen)
             elif not self.loose and given.get(name) != value:
                 self.note(b, f"{name} of {term.name} is {given.get(name)!r}, not {value!r}")
                 return
@@ -312,16 +370,16 @@ class Matcher:
         for found in self._match(terms[0], given[0], b):
             yield from self._all(terms[1:], given[1:], found)
 
-    def _mean(
+    def _reduced(
         self, term: Call, of: Expr, dims: tuple[int, ...] | int, b: Binding
     ) -> Iterator[Binding]:
         for found in self._match(term.arguments[0], of, b):
             if self.loose:
                 yield found
             elif not isinstance(dims, int):
-                self.note(found, f"the mean is over dims {dims}, not over the last")
+                self.note(found, f"the {term.name} is over dims {dims}, not over the last")
             elif found.dims not in (0, dims):
-                self.note(found, f"one mean is over {found.dims} dims, another over {dims}")
+                self.note(found, f"one {term.name} is over {found.dims} dims, another over {dims}")
             else:
                 yield replace(found, dims=dims, score=found.score + 1)
 
@@ -369,6 +427,13 @@ class Matcher:
         return True
 
 
+_READERS: Mapping[type[Term], Callable[..., Iterator[Binding]]] = {
+    Bounded: Matcher._bounded,
+    Call: Matcher._call,
+    Half: Matcher._half,
+    Named: Matcher._named,
+}
+_REDUCING = {"mean": mean_of, "amax": amax_of}
 _PURE = frozenset(
     {"chunk", "expand", "getitem", "mT", "narrow", "permute", "reshape", "split", "split_with_sizes",
      "squeeze", "t", "transpose", "unbind", "unsqueeze"}
@@ -399,7 +464,7 @@ def _apart(expr: Expr, exponent: float) -> tuple[float, list[tuple[Expr, float]]
 
     ``(a b) ** 0.5`` is not ``a ** 0.5 b ** 0.5`` where both are negative, nor ``(a ** 2) ** 0.5`` ``a``.
     """
-    parts = factors(expr)
+    parts = factors(expr) or scaled_least(expr)
     if parts is None:
         return None
     coefficient, found = parts
@@ -418,7 +483,7 @@ def _rank(term: Term) -> int:
 
 
 def _word(term: Term) -> str:
-    if isinstance(term, Tensor | Number | Named):
+    if isinstance(term, Tensor | Number | Named | Mask):
         return term.name
     if isinstance(term, Call):
         return term.name

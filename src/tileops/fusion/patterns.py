@@ -10,7 +10,7 @@ from functools import cache
 from tileops.engine.manifest.catalog import families, load_family, package_root
 from tileops.engine.manifest.entry import Entry
 from tileops.engine.op import Op
-from tileops.engine.pattern import Call, Named, Pattern, Product, Sum, Term
+from tileops.engine.pattern import Bounded, Call, Named, Pattern, Product, Sum, Term
 
 __all__ = ["Known", "known"]
 
@@ -90,6 +90,6 @@ def _size(term: Term) -> int:
         return 1 + sum(_size(t) for t, _ in term.factors)
     if isinstance(term, Sum):
         return 1 + sum(_size(t) for t, _ in term.terms)
-    if isinstance(term, Named):
+    if isinstance(term, Named | Bounded):
         return _size(term.term)
     return 1 + sum(map(_size, term.arguments)) if isinstance(term, Call) else 1

@@ -1,13 +1,11 @@
 """Reading the steps of a graph as arithmetic: of which factors a node is the product, of which terms the
-sum, over which dims it reduces, and what it is but for casts."""
+sum, over which dims it reduces, and what it is but for casts; ``primitives`` reads what is neither."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import getitem
 from typing import Any
 
 import torch
@@ -17,8 +15,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from tileops.fusion.graph import canonical, idle, value_of
 
 __all__ = [
-    "Expr", "Made", "argument", "cast_of", "equal_shapes", "factors", "fixed", "half_of", "mean_of",
-    "number_of", "origin", "primitive", "stripped", "summands", "transparent",
+    "Expr", "Made", "argument", "cast_of", "equal_shapes", "factors", "fixed", "holds", "mean_of",
+    "number_of", "origin", "reduced", "stripped", "summands", "transparent",
 ]  # fmt: skip
 
 
@@ -79,10 +77,16 @@ def _cast(node: Expr) -> tuple[torch.Tensor, torch.Tensor] | None:
     return (old, new) if floats and old.device == new.device else None
 
 
+def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether a floating dtype has all numbers of another."""
+    one, other = torch.finfo(wide), torch.finfo(narrow)
+    return one.eps <= other.eps and one.max >= other.max and one.tiny <= other.tiny
+
+
 def cast_of(node: Expr) -> Node | None:
     """What a node is a cast of, where that loses nothing."""
     found = _cast(node)
-    if found is None or torch.promote_types(found[0].dtype, found[1].dtype) != found[1].dtype:
+    if found is None or not holds(found[1].dtype, found[0].dtype):
         return None
     assert isinstance(node, Node)
     source = node.args[0]
@@ -258,7 +262,7 @@ def mean_of(expr: Expr) -> tuple[Expr, tuple[int, ...] | int] | None:
         return (expr.arguments[0], expr.dims) if expr.name == "mean" else None
     name = canonical(expr)
     if name == "mean":
-        return _reduced(expr)
+        return reduced(expr)
     if name == "var":
         variance = _variance(expr, argument(expr, 0, "input", "self"))
         return None if variance is None else (variance.arguments[0], variance.dims)
@@ -269,7 +273,7 @@ def mean_of(expr: Expr) -> tuple[Expr, tuple[int, ...] | int] | None:
         total = stripped(parts[1][0][0])
         if isinstance(total, Made) or canonical(total) != "sum":
             return None
-        found = _reduced(total)
+        found = reduced(total)
         if found is None or not isinstance(found[1], int):
             return None
         sizes = [fixed(s) for s in value_of(found[0]).shape[-found[1] :]]
@@ -278,13 +282,14 @@ def mean_of(expr: Expr) -> tuple[Expr, tuple[int, ...] | int] | None:
     return None
 
 
-def _reduced(node: Node) -> tuple[Node, tuple[int, ...] | int] | None:
+def reduced(node: Node) -> tuple[Node, tuple[int, ...] | int] | None:
+    """What a reduction is of, and over which dims."""
     one = argument(node, 0, "input", "self")
     value = value_of(one)
     if not isinstance(one, Node) or not isinstance(value, torch.Tensor):
         return None
     given = argument(node, 1, "dim", "axis")
-    if given is None:
+    if given is None or given in ((), []):
         given = range(value.dim())
     dims = [given] if isinstance(given, int) else list(given)
     if not all(isinstance(d, int) for d in dims) or not value.dim():
@@ -314,161 +319,11 @@ def _layer_norm(node: Node, x: Node) -> list[tuple[Expr, float]]:
 
 def _variance(node: Node, x: Node) -> Made | None:
     """The biased variance over the last dims; None for another."""
-    reduced = _reduced(node)
+    over = reduced(node)
     biased = node.kwargs.get("unbiased") is False or node.kwargs.get("correction") == 0
     if len(node.args) > 2 and node.args[2] is False:
         biased = True
-    if reduced is None or not isinstance(reduced[1], int) or not biased:
+    if over is None or not isinstance(over[1], int) or not biased:
         return None
-    apart = Made("sub", (x, Made("mean", (x,), reduced[1])))
-    return Made("mean", (Made("pow", (apart, 2.0)),), reduced[1])
-
-
-# ---- the rest ------------------------------------------------------------------------------------
-
-
-def primitive(expr: Expr) -> tuple[str, tuple[Any, ...], dict[str, Any]] | None:
-    """Name, arguments and named arguments of a primitive."""
-    expr = stripped(expr)
-    if isinstance(expr, Made):
-        return expr.name, expr.arguments, {}
-    name, named = canonical(expr), dict(expr.kwargs)
-    if name is None:
-        return None
-    if name in ("cat", "reshape"):
-        turned = _turned(expr, name)
-        return None if turned is None else (*turned, {})
-    named.update(_attributes(expr, name))
-    first = argument(expr, 0, "input", "self")
-    return name, (first, *expr.args[1:]), named
-
-
-_ATTENTION = {
-    "attn_mask": None,
-    "dropout_p": 0.0,
-    "is_causal": False,
-    "scale": None,
-    "enable_gqa": False,
-}
-
-
-def _attributes(node: Node, name: str) -> dict[str, Any]:
-    """What may be given by position or left out, by name."""
-    if name == "gelu":
-        return {"approximate": argument(node, 1, "approximate", default="none")}
-    if name == "softmax":
-        dim = argument(node, 1, "dim")
-        value = value_of(node)
-        if isinstance(dim, int) and dim >= 0 and isinstance(value, torch.Tensor):
-            dim -= value.dim()
-        return {"dim": dim}
-    if name == "scaled_dot_product_attention":
-        return {
-            key: argument(node, place, key, default=default)
-            for place, (key, default) in enumerate(_ATTENTION.items(), 3)
-        }
-    return {}
-
-
-def _turned(node: Node, name: str) -> tuple[str, tuple[Expr]] | None:
-    """``rotate_half``: the negative second half before the first; ``rotate_pairs``: so for neighbours."""
-    joined: Any = node if name == "cat" else node.args[0]
-    if not isinstance(joined, Node) or canonical(joined) != ("cat" if name == "cat" else "stack"):
-        return None
-    pieces, rank = argument(joined, 0, "tensors"), value_of(joined).dim()
-    if argument(joined, 1, "dim", "axis", default=0) not in (-1, rank - 1) or len(pieces) != 2:
-        return None
-    second = factors(pieces[0])
-    if second is None or second[0] != -1.0 or len(second[1]) != 1:
-        return None
-    cut = half_of if name == "cat" else _neighbour_of
-    one, other = cut(second[1][0][0]), cut(pieces[1])
-    if one is None or other is None or (one[1], other[1]) != (True, False):
-        return None
-    kind = "rotate_half" if name == "cat" else "rotate_pairs"
-    return (kind, (one[0],)) if one[0] is other[0] else None
-
-
-def _neighbour_of(expr: Expr) -> tuple[Node, bool] | None:
-    """The tensor of which an expression is every second entry of the last dim, and whether the later."""
-    expr = origin(expr)
-    if isinstance(expr, Made) or canonical(expr) != "getitem" or not isinstance(expr.args[0], Node):
-        return None
-    index = expr.args[1] if isinstance(expr.args[1], tuple) else (expr.args[1],)
-    last = index[-1] if index else None
-    if not isinstance(last, slice) or last.step != 2 or last.start not in (None, 0, 1):
-        return None
-    return expr.args[0], last.start == 1
-
-
-def half_of(expr: Expr) -> tuple[Node, bool] | None:
-    """The tensor of whose last dim an expression is one half, and whether it is the second."""
-    expr = origin(expr)
-    if isinstance(expr, Made):
-        return None
-    cut = _cut(expr)
-    if cut is None:
-        return None
-    source, start, stop = cut
-    size = fixed(value_of(source).shape[-1])
-    if size is None or size % 2:
-        return None
-    stop = size if stop is None else stop
-    if not isinstance(start, int) or not isinstance(stop, int):
-        return None
-    start, stop = (n + size if n < 0 else min(n, size) for n in (start, stop))
-    if (start, stop) == (0, size // 2):
-        return source, False
-    return (source, True) if (start, stop) == (size // 2, size) else None
-
-
-def _cut(node: Node) -> tuple[Node, Any, Any] | None:
-    """A slice of the last dim: of what, from where, to where."""
-    name = canonical(node)
-    source = argument(node, 0, "input", "self")
-    if not isinstance(source, Node):
-        return None
-    value = value_of(source)
-    if name == "getitem" and isinstance(value, tuple | list):
-        return _piece(source, node.args[1])
-    if not isinstance(value, torch.Tensor) or not value.dim():
-        return None
-    last = value.dim() - 1
-    if name == "getitem" and node.target is getitem:
-        return _sliced(source, last, node.args[1])
-    if name == "narrow" and argument(node, 1, "dim") in (-1, last):
-        start, length = argument(node, 2, "start"), argument(node, 3, "length")
-        if isinstance(start, int) and isinstance(length, int):
-            return source, start, start + length
-    return None
-
-
-def _sliced(source: Node, last: int, index: Any) -> tuple[Node, Any, Any] | None:
-    given = list(index) if isinstance(index, tuple) else [index]
-    if not given or not isinstance(given[-1], slice) or given[-1].step not in (None, 1):
-        return None
-    rest = given[:-1]
-    full = all(g is ... or (isinstance(g, slice) and g == slice(None)) for g in rest)
-    if not full or (... not in rest and len(given) != last + 1):
-        return None
-    return source, given[-1].start or 0, given[-1].stop
-
-
-def _piece(parts: Node, place: Any) -> tuple[Node, Any, Any] | None:
-    """Of ``chunk``, ``split`` or ``tensor_split`` along the last dim."""
-    source = argument(parts, 0, "input", "self", "tensor")
-    value = value_of(source)
-    name = canonical(parts)
-    if name not in ("chunk", "split", "split_with_sizes", "tensor_split") or not isinstance(
-        place, int
-    ):
-        return None
-    dim = argument(parts, 2, "dim", default=0)
-    if not isinstance(value, torch.Tensor) or dim not in (-1, value.dim() - 1):
-        return None
-    sizes = [fixed(t.shape[-1]) for t in value_of(parts)]
-    if None in sizes:
-        return None
-    place %= len(sizes)
-    ends = list(accumulate(s or 0 for s in sizes))
-    return source, ends[place] - (sizes[place] or 0), ends[place]
+    apart = Made("sub", (x, Made("mean", (x,), over[1])))
+    return Made("mean", (Made("pow", (apart, 2.0)),), over[1])

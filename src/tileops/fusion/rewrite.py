@@ -11,6 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from tileops.engine.op import Op
 from tileops.fusion.graph import Memory, Modes, fake_mode_of
 from tileops.fusion.report import Report
+from tileops.fusion.told import Told
 
 __all__ = ["Rewrite", "begin"]
 
@@ -24,6 +25,7 @@ class Rewrite:
     memory: Memory
     """Of the graph as it was captured."""
     modes: Modes
+    told: Told
     policy: str | None = None
     """What the backend's options say for all ops."""
     autocast: bool = False
@@ -51,6 +53,6 @@ def begin(module: GraphModule, policy: str | None, own_products: str = "") -> Re
     autocast = torch._C._is_any_autocast_enabled() or any(
         node.target is torch.amp.autocast_mode._enter_autocast for node in module.graph.nodes
     )
-    return Rewrite(
-        module, mode, Memory(module.graph), Modes(module.graph), policy, autocast, own_products
-    )
+    graph, memory = module.graph, Memory(module.graph)
+    told = Told(graph, memory)
+    return Rewrite(module, mode, memory, Modes(graph), told, policy, autocast, own_products)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tileops.authoring import KernelInterface, Op
+from tileops.norm.normal import group_norm
 
 KERNELS = ("rows:RegisterRow", "rows:StreamedRow", "rows:ManyShortRows")
 
@@ -28,7 +29,7 @@ class GroupNormFwdOp(Op):
         num_groups: int,
         eps: float,
     ) -> torch.Tensor:
-        return torch.group_norm(input, num_groups, weight, bias, eps)
+        return group_norm(input, num_groups, weight, bias, eps)
 
 
 class InstanceNormFwdOp(Op):
@@ -58,7 +59,7 @@ class InstanceNormFwdOp(Op):
         channels = input.shape[1]
         if use_input_stats:
             if running_mean is None or running_var is None:
-                return torch.group_norm(input, max(channels, 1), weight, bias, eps)
+                return group_norm(input, max(channels, 1), weight, bias, eps)
             # In float32, as the statistics: of halves ATen keeps them as halves on CUDA, which is
             # beyond a result's own rounding wherever that is close to 0.
             values = input.to(torch.promote_types(input.dtype, torch.float32))

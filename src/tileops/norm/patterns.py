@@ -78,14 +78,3 @@ FUSED_ADD_LAYER_NORM = p.Pattern(
     params=_of_one_dim,
     outputs=("residual_out",),
 )
-
-
-_rows = p.tensor("rows", over="any")
-_quantised = p.call(
-    "round", _rows * p.call("amax", p.call("abs", _rows)) ** -1.0 * p.number("levels")
-)
-PER_TOKEN_QUANT = p.Pattern(
-    meanings=(_quantised,),
-    hint=_quantised,
-    absent="no op quantises rows without the norm before it",
-)

@@ -78,16 +78,14 @@ def _make(
     forward = _forward(overload, body, count, _policy(entry, overload, branch, gradient))
 
     rules = {"forward": forward, "setup_context": setup_context, "backward": backward}
-    function: Any = type(
-        name, (torch.autograd.Function,), {key: staticmethod(rule) for key, rule in rules.items()}
-    )
-    return _applying(function, copied)
+    return _applying(name, {key: staticmethod(rule) for key, rule in rules.items()}, copied)
 
 
-def _applying(function: Any, copied: list[int]) -> Callable[..., Any]:
+def _applying(name: str, rules: dict[str, Any], copied: list[int]) -> Callable[..., Any]:
+    function: Any = type(name, (torch.autograd.Function,), dict(rules))
     # Function.apply hands on to functorch, whose dispatch has been passed by the time an Autograd
     # kernel runs; its base class does one level, which is what is wanted here.
-    one_level: Callable[..., Any] = super(torch.autograd.Function, function).apply
+    one_level: Any = type(name, (torch.autograd.function._SingleLevelFunction,), dict(rules))
 
     def apply(*args: Any) -> Any:
         if copied:
@@ -98,7 +96,7 @@ def _applying(function: Any, copied: list[int]) -> Callable[..., Any]:
             from torch._functorch.utils import enable_single_level_autograd_function
 
             with enable_single_level_autograd_function():
-                return one_level(*args)
+                return one_level.apply(*args)
         return function.apply(*args)
 
     return apply

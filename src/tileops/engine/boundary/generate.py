@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from tileops.engine.boundary.autocast import give_autocast
 from tileops.engine.boundary.batching import give_batching
@@ -29,7 +28,7 @@ from tileops.engine.boundary.refusals import (
     refuse_written_grad,
 )
 from tileops.engine.boundary.schema import call_signature, returned_of, schema_of
-from tileops.engine.boundary.tangents import carrying
+from tileops.engine.boundary.tangents import carrying, tangents_around
 from tileops.engine.manifest.entry import Branch, Entry
 from tileops.engine.manifest.expr import Expr
 from tileops.engine.signature.generate import presence_lines
@@ -353,8 +352,7 @@ def _operator_source(
         *(shortcut if len(returned) == len(entry.outputs) and not written else []),
     ]
     lines += [
-        # Compiled code enters levels of functorch that Python's own count does not see.
-        "    if _forward_level() >= 0 or _functorch():",
+        "    if _tangents_around():",
         f"        r = _carried_{index}({arguments})",
         "        if r is not NotImplemented: return r",
     ]
@@ -433,7 +431,7 @@ def make_calls(
         "_bump_version": torch.autograd.graph.increment_version,
         "_refuse_without_storage": refuse_without_storage,
         "_refuse_written_grad": refuse_written_grad,
-        "_forward_level": lambda: forward_ad._current_level,
+        "_tangents_around": tangents_around,
         "_below_autograd": torch._C._AutoDispatchBelowAutograd,
         "_autocast": torch._C._is_any_autocast_enabled,
         "_without_autocast": torch._C._DisableAutocast,

@@ -90,6 +90,8 @@ def refusing_rules(cls: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     before: the refusal is an operator, so that a graph with a backward can be compiled, and raises
     only if that backward runs."""
 
+    names = [item.name for item in cls.entry.inputs]
+
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.facts = [
             (t.shape, t.dtype) if isinstance(t, torch.Tensor) and t.requires_grad else None
@@ -98,9 +100,10 @@ def refusing_rules(cls: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
     def backward(ctx: Any, *grads: Any) -> Any:
         refuse = torch.ops.tileops.refuse_backward.default
+        arrived = next(grad for grad in grads if grad is not None)
         return tuple(
-            None if facts is None else refuse(grads[0], facts[0], facts[1], cls.__name__, "")
-            for facts in ctx.facts
+            None if facts is None else refuse(arrived, *facts, cls.__name__, names[n])
+            for n, facts in enumerate(ctx.facts)
         )
 
     return setup_context, backward

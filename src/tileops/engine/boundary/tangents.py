@@ -13,7 +13,7 @@ from tileops.engine.boundary.schema import returned_of
 from tileops.engine.errors import TransformError
 from tileops.engine.manifest.entry import Branch
 
-__all__ = ["carrying"]
+__all__ = ["carrying", "tangent_of", "tangents_around"]
 
 
 def carrying(cls: Any, branch: Branch) -> Callable[..., Any]:
@@ -29,9 +29,9 @@ def carrying(cls: Any, branch: Branch) -> Callable[..., Any]:
 
     def carry(*args: Any) -> Any:
         tensors = [t for t in args[:-1] if t is not None]
-        if all(_tangent(tensor) is None for tensor in tensors):
+        if all(tangent_of(tensor) is None for tensor in tensors):
             return NotImplemented
-        written = [n for n in branch.writes if _tangent(args[places[n]]) is not None]
+        written = [n for n in branch.writes if tangent_of(args[places[n]]) is not None]
         for name in (*carried, *written):
             _refuse(cls, f" through a call that writes '{name}'")
         if cls.decomposition is None or not entry.outputs:
@@ -52,7 +52,14 @@ def carrying(cls: Any, branch: Branch) -> Callable[..., Any]:
     return carry
 
 
-def _tangent(tensor: torch.Tensor) -> torch.Tensor | None:
+def tangents_around() -> bool:
+    """Whether there may be tangents. Compiled code enters levels of functorch that Python's own count of
+    levels of forward mode does not see."""
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+def tangent_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What forward mode carries along with ``tensor``."""
     # There is one level of tangents in torch, number 0.
     return forward_ad.unpack_dual(tensor, level=0).tangent
 

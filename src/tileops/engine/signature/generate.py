@@ -362,8 +362,14 @@ class _Emitter:
             )
             shown += "".join(f", {n}_passed={n} is not None" for n in sorted(rule.require.presence))
             blame = rule.argument or self._blame(rule.require)
-            self.emit(f"if not _holds({self.source(rule.require)}): "
-                      f"_fail_rule('{self.entry.name}', '{blame}', "
+            met = f"_holds({self.source(rule.require)})"
+            if "bcast(" in rule.require.text:  # shapes that do not broadcast do not meet it
+                self.emit("try:")
+                self.emit(f"    _met = {met}")
+                self.emit("except ValueError:")
+                self.emit("    _met = False")
+                met = "_met"
+            self.emit(f"if not {met}: _fail_rule('{self.entry.name}', '{blame}', "
                       f"{rule.message!r}{shown})")  # fmt: skip
 
     def _blame(self, expr: Expr) -> str:

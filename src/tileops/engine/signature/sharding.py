@@ -178,8 +178,12 @@ class _Call:
             self.linked[atom] = joined
 
     def together(self) -> None:
-        """Dims that an entry lists side by side are cut side by side."""
+        """Dims that an entry lists side by side are cut side by side, as are those that a rule wants to
+        broadcast."""
         self.side_by_side: set[str] = set()
+        for node in (n for rule in self.entry.rules for n in ast.walk(rule.require.tree)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "bcast":
+                self.broadcast([self.value(argument) for argument in node.args])
         for rule in self.entry.sharding:
             if len(rule.names) > 1 and not set(rule.names) & {i.name for i in self.entry.inputs}:
                 self.link([a for a in list(self.linked) if a[0] in rule.names])

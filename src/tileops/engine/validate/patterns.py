@@ -7,7 +7,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tileops.engine.manifest.entry import Entry
-from tileops.engine.pattern import Call, Half, Named, Number, Pattern, Product, Sum, Tensor, Term
+from tileops.engine.pattern import (
+    Bounded,
+    Call,
+    Half,
+    Mask,
+    Named,
+    Number,
+    Pattern,
+    Product,
+    Sum,
+    Tensor,
+    Term,
+)
 
 __all__ = ["check_pattern"]
 
@@ -30,7 +42,11 @@ def check_pattern(entry: Entry, package: str, fault: Callable[..., None]) -> Non
         Number: [param.name for param in entry.params],
         Named: [output.name for output in entry.outputs],
     }
-    for hole in dict.fromkeys(hole for term in pattern.meanings for hole in _holes(term)):
+    for name in pattern.beside:
+        if name not in accepted[Named]:
+            fault(f"pattern: output '{name}' is none of the op's: {', '.join(accepted[Named])}")
+    terms = [*pattern.meanings, *(term for given in pattern.beside.values() for term in given)]
+    for hole in dict.fromkeys(hole for term in terms for hole in _holes(term)):
         known = accepted[type(hole)]
         if hole.name not in known:
             kind = type(hole).__name__.lower()
@@ -45,12 +61,17 @@ def _holes(term: Any) -> Iterator[Tensor | Number | Named]:
         yield from _holes(term.term)
     elif isinstance(term, Half):
         yield term.tensor
+        yield from _holes(term.layout)
     elif isinstance(term, Term):
         for part in _parts(term):
             yield from _holes(part)
 
 
 def _parts(term: Term) -> list[Any]:
+    if isinstance(term, Bounded):
+        return [term.term]
+    if isinstance(term, Mask):
+        return [term.scores]
     if isinstance(term, Product):
         return [t for t, _ in term.factors]
     if isinstance(term, Sum):

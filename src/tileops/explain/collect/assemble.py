@@ -9,29 +9,36 @@ from pathlib import Path
 
 from tileops.engine.record import Event as Recorded
 from tileops.explain import torch_private as private
-from tileops.explain.collect.capture import crossing, read_break, read_inlined, read_loops
+from tileops.explain.collect.capture import crossing, read_break, read_inlined
 from tileops.explain.collect.dispatch import read_dispatch
 from tileops.explain.collect.events import Event, Events
 from tileops.explain.collect.graphs import UserLines, read_graph
 from tileops.explain.collect.guards import read_guards, read_recompile
 from tileops.explain.collect.inductor import Lowered, read_inductor
+from tileops.explain.collect.loops import read_loops
 from tileops.explain.collect.measure import UNMEASURED
 from tileops.explain.collect.nodes import read_eager, read_nodes
 from tileops.explain.collect.normalise import STAGES, read_normalisation
 from tileops.explain.collect.run import read_caches, read_cuda_graphs, read_own_caches, read_phases
-from tileops.explain.model import Compilation, Graph, Line, Report, Unknown
+from tileops.explain.model import EVERYTHING, Compilation, Graph, Line, Report, Unknown
 
 _RESUME = re.compile(r"^torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line>\d+)$")
 
 
-def assemble(report: Report, heard: Events, *, cuda_graphs: bool | None) -> None:
-    """Fill ``report`` with what was seen."""
+def assemble(
+    report: Report, heard: Events, *, cuda_graphs: bool | None, versions: int, raised: bool
+) -> None:
+    """Fill ``report`` with what was seen. ``versions``: compiled ones that the function had before;
+    ``raised``: the calls ended so."""
     recorded = heard.recorded
     groups = _by_compilation(heard.seen)
-    pieces = [(_compilation(group, cuda_graphs), group) for group in groups]
+    pieces = [(_compilation(group, cuda_graphs, heard.told_rounds), group) for group in groups]
     for one, group in pieces:
         one.caches = read_caches(group, one, heard.started)
-    known = [(one, group) for one, group in pieces if one.capture or one.breaks or one.error]
+    known = [
+        (one, group) for one, group in pieces
+        if one.capture or one.breaks or one.error or one.recompile
+    ]  # fmt: skip
     report.compilations = [one for one, _ in known]
     _after_breaks(report.compilations)
     for one, group in known:
@@ -48,6 +55,9 @@ def assemble(report: Report, heard: Events, *, cuda_graphs: bool | None) -> None
     report.caches = read_own_caches(recorded)
     report.sources = _sources(report)
     report.unknown = _unknown(report)
+    if not report.compilations:
+        why = _nothing(traced=bool(groups), versions=versions, raised=raised)
+        report.unknown.insert(0, Unknown(EVERYTHING, why))
 
 
 def _by_compilation(events: list[Event]) -> list[list[Event]]:
@@ -83,7 +93,7 @@ def _of(events: list[Event], kind: str) -> list[Event]:
     return [event for event in events if event.kind == kind]
 
 
-def _compilation(events: list[Event], cuda_graphs: bool | None) -> Compilation:
+def _compilation(events: list[Event], cuda_graphs: bool | None, told_rounds: bool) -> Compilation:
     place = events[0].place or ""
     metrics = _of(events, "compilation_metrics")
     told = metrics[-1].data if metrics else {}
@@ -104,8 +114,11 @@ def _compilation(events: list[Event], cuda_graphs: bool | None) -> Compilation:
     lines = UserLines()
     if graphs := _of(final, "dynamo_output_graph"):
         one.capture = _graph("capture", graphs[-1], lines)
-    one.inlined = read_inlined(_of(final, f"log:{private.TRACE_CALL}"))
-    one.loops = read_loops(_of(final, f"log:{private.TRACE_SOURCE}"))
+    # What was traced for a graph that was then given up is in none.
+    traced = final if one.capture else []
+    one.inlined = read_inlined(_of(traced, f"log:{private.TRACE_CALL}"))
+    rounds = _of(traced, "round") if told_rounds else None
+    one.loops = read_loops(_of(traced, f"log:{private.TRACE_SOURCE}"), rounds)
     seen = {}
     for event in _of(events, "dynamo_graph_break_reason"):
         found = read_break(event)
@@ -196,10 +209,11 @@ def _whole_paths(one: Compilation) -> None:
 def _plain_names(one: Compilation) -> None:
     """The rest of a function after a break is that function to its author."""
     graphs = [one.capture, *(one.normalisation.graphs if one.normalisation else ())]
-    for graph in graphs:
-        for node in graph.nodes if graph else ():
-            if node.line and (resumed := _RESUME.match(node.line.function)):
-                node.line.function = resumed["name"]
+    lines = [node.line for graph in graphs for node in (graph.nodes if graph else ())]
+    lines += [line for each in one.breaks for line in (each.at, *each.stack)]
+    for line in lines:
+        if line and (resumed := _RESUME.match(line.function)):
+            line.function = resumed["name"]
 
 
 def _sources(report: Report) -> dict[str, str]:
@@ -220,15 +234,42 @@ def _sources(report: Report) -> dict[str, str]:
     return found
 
 
+def _nothing(*, traced: bool, versions: int, raised: bool) -> str:
+    """Why there is no compilation."""
+    if raised:
+        return "the call raised before anything was"
+    if private.switched_off():
+        return "torch.compile is switched off, by torch._dynamo.config.disable or its environment variable"
+    if traced:
+        return "Dynamo read the function and found no work on tensors"
+    if versions:
+        return (
+            "the function was compiled before, and one of its versions served the call. Explain it before "
+            "its first call, or after torch._dynamo.reset(), which forgets them"
+        )
+    return (
+        "nothing that was called is compiled code, or a version compiled before served it. Call what "
+        "torch.compile returns; torch._dynamo.reset() forgets versions; torch.compiler.disable keeps a "
+        "function out"
+    )
+
+
+def _without_lines(one: Compilation) -> bool:
+    """Of a module of torch's own, compiled by itself."""
+    nodes = [n for n in one.capture.nodes if n.opcode.startswith("call")] if one.capture else []
+    foreign = one.at is not None and private.is_torch_file(one.at.file)
+    return foreign and any(node.line is None for node in nodes)
+
+
 def _unknown(report: Report) -> list[Unknown]:
     lowered = [each for one in report.compilations for each in one.inductor]
     found = [Unknown(what, why) for what, why in private.missing.items()]
-    if not report.compilations:
+    if any(_without_lines(one) for one in report.compilations):
         why = (
-            "no call compiled: compiled before (torch._dynamo.reset() forgets it), or no tensor work, or "
-            "torch.compile is disabled"
+            "torch keeps none for its own modules where no code of the user's stands round them: explain a "
+            "function that calls the module"
         )
-        found.append(Unknown("every stage", why))
+        found.append(Unknown("the user's lines of some nodes", why))
     if any(each.kernels and each.unfused is None for each in lowered):
         why = (
             "the code came from a cache: nothing was scheduled or timed. Explain with a cold cache."

@@ -1,20 +1,17 @@
-"""Graph breaks, what was inlined and which loops were unrolled."""
+"""Graph breaks, and what was inlined."""
 
 from __future__ import annotations
 
-import ast
-import itertools
 import linecache
 import re
 from collections import Counter
 
 from tileops.explain.collect.events import Event
 from tileops.explain.collect.graphs import is_foreign
-from tileops.explain.model import Break, Graph, Inlined, Line, Loop
+from tileops.explain.model import Break, Graph, Inlined, Line
 
 _STACK_LINE = re.compile(r'^\s*File "(?P<file>.+?)", line (?P<number>\d+), in (?P<function>.+)$')
 _AT = re.compile(r"Graph break in user code at (?P<file>.+?):(?P<number>\d+)\n")
-_SOURCE = re.compile(r"TRACE starts_line (?P<file>.+?):(?P<number>\d+) in (?P<function>\S+)")
 _CALL = re.compile(
     r"TRACE inlined call (?P<what>\S+) from (?P<file>.+?):(?P<number>\d+) in (?P<function>\S+)"
 )
@@ -29,7 +26,8 @@ _KINDS = {
     "raise": r"Observed exception",
     "backward": r"Tensor\.backward\(\)|requires_grad_\(\) intermediate|autograd\.grad",
     "generator": r"generator|yield",
-    "skipped": r"marked as skipped|skip(ped)? function|in skipfiles|(compiler|dynamo)\.disable",
+    "skipped": r"(?s)\A(?!.*trace the builtin)"
+    r".*(marked as skipped|skip(ped)? function|in skipfiles|(compiler|dynamo)\.disable)",
     "builtin": r"builtin|[Uu]nsupported|C(/C\+\+)? (function|extension)",
 }
 _ABANDONED = "Failed to handle graph break gracefully"
@@ -111,54 +109,18 @@ def _line(file: str, number: int, function: str) -> Line:
 
 
 def read_inlined(events: list[Event]) -> list[Inlined]:
-    """Calls in the user's files; those that torch's own modules make among themselves are left out."""
+    """Calls in the user's files; those that torch's own modules make among themselves are left out,
+    and comprehensions, which are functions to some Pythons: they are loops."""
     counts: Counter[tuple[str, str, int, str]] = Counter()
     for event in events:
         match = _CALL.match(event.text)
-        if match and not is_foreign(match["file"]):
+        comprehension = match and match["what"].startswith("<") and match["what"] != "<lambda>"
+        if match and not comprehension and not is_foreign(match["file"]):
             counts[match["what"], match["file"], int(match["number"]), match["function"]] += 1
     return [
         Inlined(what, _line(file, number, function), times)
         for (what, file, number, function), times in counts.items()
     ]
-
-
-def read_loops(events: list[Event]) -> list[Loop]:
-    """Loops whose bodies were traced, with the number of times."""
-    traced: dict[tuple[str, str], list[int]] = {}
-    for event in events:
-        if match := _SOURCE.match(event.text):
-            traced.setdefault((match["file"], match["function"]), []).append(int(match["number"]))
-    found: dict[tuple[str, int], Loop] = {}
-    for (file, function), lines in traced.items():
-        for loop in [] if is_foreign(file) else _loops_of(file):
-            if loop.lineno in lines and (times := _times(loop, lines)) != 0:
-                found[file, loop.lineno] = Loop(_line(file, loop.lineno, function), times)
-    return list(found.values())
-
-
-def _loops_of(file: str) -> list[ast.For | ast.While]:
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return []
-    return [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While)]
-
-
-def _times(loop: ast.For | ast.While, lines: list[int]) -> int | None:
-    """How often the body's first statement began; unknown where it shares a line with the loop's head.
-
-    A statement of several lines comes to its first one again; it begins where the head was before.
-    """
-    first = loop.body[0]
-    last = first.end_lineno or first.lineno
-    if first.lineno == loop.lineno:
-        return None
-    if first.lineno == last:
-        return lines.count(first.lineno)
-    head = range(loop.lineno, first.lineno)
-    steps = itertools.pairwise(lines)
-    return sum(old in head and first.lineno <= new <= last for old, new in steps)
 
 
 def crossing(capture: Graph) -> list[str]:

@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +52,7 @@ class Events:
         self.started = time.time()
         self._lock = threading.Lock()
         self._end_autotune: Callable[[], None] | None = None
+        self.told_rounds = False
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -63,14 +65,17 @@ class Events:
             private.TRACE_SOURCE, private.TRACE_CALL, private.FUSION, private.POST_FUSION,
             private.CUDAGRAPHS,
         )  # fmt: skip
+        end_rounds = private.on_round(self._round)
+        self.told_rounds = end_rounds is not None
         try:
             with private.tapped(
                 {private.TRACE: self._traced, **dict.fromkeys(loggers, self._logged)}
             ):
                 yield
         finally:
-            if self._end_autotune is not None:
-                self._end_autotune()
+            for end in (end_rounds, self._end_autotune):
+                if end is not None:
+                    end()
 
     def _add(self, event: Event) -> None:
         event.recorded = len(self.recorded)
@@ -96,6 +101,16 @@ class Events:
                 self._end_autotune = private.on_autotune(self._timed)
             event.data = {**event.data, "stacks": private.node_stacks() or []}
         self._add(event)
+
+    def _round(self, code: types.CodeType, head: Any) -> None:
+        place, attempt = private.compile_place() or (None, 0)
+        where = {
+            "file": code.co_filename,
+            "function": code.co_name,
+            "at": head.positions,
+            "offset": head.offset,
+        }
+        self._add(Event("round", place, attempt, where))
 
     def _timed(self, name: str, times: dict[str, float]) -> None:
         place, attempt = private.compile_place() or (None, 0)

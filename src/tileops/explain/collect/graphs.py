@@ -14,9 +14,10 @@ from tileops.explain.model import Graph, Line, Node
 from tileops.explain.torch_private import is_torch_file
 
 _FRAME = re.compile(r'^\s*File "(?P<file>.+?)", line (?P<number>\d+), in (?P<function>.+)$')
-_LINE = re.compile(
-    r"# File: (?P<file>.+?):(?P<number>\d+) in (?P<function>.+?)(?:, code: (?P<text>.*))?$"
+NODE_LINE = re.compile(
+    r"\s*#(?: .*?)? File: (?P<file>.+?):(?P<number>\d+) in (?P<function>.+?)(?:, code: (?P<text>.*))?$"
 )
+"""Above a node in printed code. Annotations, and whether a checkpoint computes it again, stand before."""
 _TENSOR = re.compile(
     r"(?P<dtype>[a-z]\w*)\[(?P<shape>.*?)\](?:\[(?P<stride>.*?)\])?(?P<device>\w+(?::\d+)?)?"
 )
@@ -113,11 +114,11 @@ class _Reader:
                 returned.append(bare)
             elif bare.startswith("class "):
                 break
-            elif match := _LINE.match(bare):
+            elif match := NODE_LINE.match(bare):
                 self.line = Line(
                     match["file"], int(match["number"]), match["function"], match["text"] or ""
                 )
-            elif bare.startswith("# No stacktrace found"):
+            elif bare.startswith("#") and "No stacktrace found" in bare:
                 self.line = None
             elif bare.startswith("return "):
                 returned.append(bare)

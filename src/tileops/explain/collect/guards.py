@@ -148,12 +148,14 @@ _TENSOR_REASON = re.compile(
     re.DOTALL,
 )
 # Torch writes a local's name plain from 2.13 on, `L['n']` before.
-_SOURCE = r"(?P<source>[A-Za-z_]\w*(?:\.\w+|\[[^\]]+\])*)"
+_NAME = r"[A-Za-z_]\w*(?:\.\w+|\[[^\]]+\])*"
+_SOURCE = rf"(?P<source>{_NAME})"
 _STATED = {
+    "alias": rf"^{_SOURCE} is (?!(?:None|True|False|Ellipsis)$|torch\.)(?P<expected>{_NAME})$",
     "value": rf"^{_SOURCE} (?:==|is) (?P<expected>.+)$",
     "length": rf"^len\({_SOURCE}\) == (?P<expected>\d+)$",
     "type": rf"^___check_type_id\({_SOURCE}, \d+\)(?:, type=<class '(?P<expected>.+)'>)?$",
-    "identity": rf"^___check_obj_id\({_SOURCE}, \d+\)(?:, type=<class '(?P<expected>.+)'>)?$",
+    "identity": rf"^___check_obj_id\({_SOURCE}, \d+\)(?:, type=(?P<expected>.+))?$",
 }
 """Guards on what is no tensor, by what they compare."""
 _REQUIRES_GRAD = re.compile(
@@ -162,6 +164,7 @@ _REQUIRES_GRAD = re.compile(
 _NO_TENSOR = re.compile(
     r"^expected type of '(?P<source>.+)' to be a tensor type, .*<class '(?P<found>.+)'>"
 )
+_DUPLICATE = re.compile(r"^Duplicate tensors? found.*?: (?P<names>\[.+\])$")
 _STATE = re.compile(r"^GLOBAL_STATE changed: (?P<names>.+)$", re.DOTALL)
 _PLAIN = (
     int,
@@ -183,8 +186,19 @@ def stated(reason: str) -> tuple[str, str, str | None] | None:
     guard = _parts(reason)[1]
     for name, words in _STATED.items():
         if found := re.match(words, guard, re.DOTALL):
-            return name, found["source"], found["expected"]
+            expected = found["expected"]
+            return name, found["source"], _one(expected) if name == "identity" else expected
     return None
+
+
+def _one(thing: str | None) -> str | None:
+    """What torch says of an object that it knows by identity: a class, or before 2.13 the object."""
+    if found := re.match(r"<class '(.+)'>$", thing or ""):
+        return f"one {found[1]}"
+    found = re.match(
+        r"<(?:code object|function|built-in function) (\S+?)(?: at 0x.*)?>$", thing or ""
+    )
+    return found[1] if found else None
 
 
 def what_came(reason: str, names: dict[str, Any], module: dict[str, Any]) -> tuple[str, str] | None:
@@ -194,15 +208,43 @@ def what_came(reason: str, names: dict[str, Any], module: dict[str, Any]) -> tup
         known = [f"{name}={value}" for name, value in now.items() if value is not None]
         return (reason, ", ".join(known)) if len(known) == len(now) else None
     guard = stated(reason)
-    if guard is None:
-        return None
-    about, source, _ = guard
+    roots = {**names, "L": names, "G": module}
     try:
-        value = _follow(ast.parse(source, mode="eval").body, {**names, "L": names, "G": module})
+        if guard is None:
+            sizes = _sizes(_parts(reason)[1], roots)
+            return None if sizes is None else (reason, sizes)
+        about, source, _ = guard
+        value = _follow(ast.parse(source, mode="eval").body, roots)
     except (KeyError, IndexError, AttributeError, TypeError, ValueError, SyntaxError):
         return None
     told = _told(about, value)
     return None if told is None else (_asked(about, source), told)
+
+
+def _sizes(guard: str, roots: dict[str, Any]) -> str | None:
+    """What a guard on what may vary compares, as it came."""
+    terms = _terms(guard)
+    values = [_follow(term, roots) for term in terms]
+    if not terms or any(type(value) is not int for value in values):
+        return None
+    if len(values) == 1:
+        return str(values[0])
+    return ", ".join(f"{ast.unparse(t)} = {v}" for t, v in zip(terms, values, strict=True))
+
+
+def _terms(guard: str) -> list[ast.expr]:
+    """Sizes and numbers that a guard on what may vary compares: ``x.size()[0]`` of ``2 <= x.size()[0]``."""
+    found: dict[str, ast.expr] = {}
+    waiting: list[ast.AST] = [ast.parse(guard, mode="eval").body]
+    if not isinstance(waiting[0], ast.Compare):
+        return []
+    while waiting:
+        node = waiting.pop(0)
+        if isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
+            found[ast.unparse(node)] = node
+        elif not isinstance(node, ast.Call):
+            waiting += ast.iter_child_nodes(node)
+    return list(found.values())
 
 
 def _asked(about: str, source: str) -> str:
@@ -239,6 +281,11 @@ def _follow(node: ast.expr, roots: dict[str, Any]) -> Any:
         return roots[node.id]
     if isinstance(node, ast.Subscript):
         return _follow(node.value, roots)[ast.literal_eval(node.slice)]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        owner = _follow(node.func.value, roots)
+        plain = type(owner) in (torch.Tensor, torch.nn.Parameter)
+        if plain and node.func.attr in ("size", "stride", "storage_offset"):
+            return getattr(torch.Tensor, node.func.attr)(owner)
     if isinstance(node, ast.Attribute):
         owner = _follow(node.value, roots)
         slot = inspect.getattr_static(type(owner), node.attr, None)
@@ -280,15 +327,26 @@ def _failure(reason: str, values: dict[str, str]) -> Failure:
         source = no_tensor["source"]
         told = "a tensor", no_tensor["found"]
         return Failure(place, guard, source, "type", *told, _advice("type", source, None))
+    if twice := _DUPLICATE.match(guard):
+        source = " and ".join(re.findall(r"[\"'](.+?)[\"']", twice["names"]))
+        told = "tensors of their own", "one tensor"
+        return Failure(place, guard, source, "identity", *told, _advice("alias", source, None))
     if known := stated(reason):
         what, source, expected = known
+        if what == "alias":
+            told = f"the same object as {expected}", "another"
+            advice = _advice(what, f"{source} and {expected}", None)
+            return Failure(place, guard, source, "identity", *told, advice)
         came = values.get(_asked(what, source))
-        expected = f"one {expected}" if what == "identity" and expected else expected
         how = "constant" if what == "value" and not _is_number(expected) else what
         return Failure(place, guard, source, what, expected, came, _advice(how, source, None))
     if _STATE.match(guard):
         what, came = "global state", values.get(reason)
         return Failure(place, guard, None, what, _before(came), came, _advice(what, "", None))
+    if reason in values:  # of what may vary
+        source = ", ".join(map(ast.unparse, _terms(guard)))
+        return Failure(place, guard, source, "range", guard, values[reason],
+                       _advice("range", source, None))  # fmt: skip
     return Failure(place, guard, None, None, None, None, _advice("", "", None))
 
 
@@ -304,34 +362,31 @@ def _before(came: str | None) -> str | None:
     return ", ".join(f"{name}={turned[value]}" for name, value in parts) if known else None
 
 
+_ADVICE = {
+    "size": """If this size varies, say so before the first call:
+        torch._dynamo.mark_dynamic({source}, {index}), or torch.compile(..., dynamic=True). Else pad to a
+        few sizes.""",
+    "stride": """Pass {source} with one layout, such as {source}.contiguous(), or accept one graph for
+        each.""",
+    "range": """A version serves the sizes for which it was made; 0 and 1 have versions of their own. Pad
+        to its range, or accept one more version.""",
+    "dtype": "Cast {source} to one dtype before the call, or accept one graph for each dtype.",
+    "requires_grad": "Call with {source} always detached or always requiring grad.",
+    "value": "Pass {source} as a 0-dim tensor, or keep it constant for the life of the model.",
+    "attribute": """Pass {source} as a 0-dim tensor, or keep it constant; an attribute that counts calls
+        belongs outside the compiled function.""",
+    "constant": """Keep {source} constant for the life of the model; each value is a version of its own.""",
+    "length": "Each length of {source} is a version of its own: keep it, or pass one tensor.",
+    "type": "Pass {source} always of one type; each type is a version of its own.",
+    "identity": "Pass the same object as {source}: make it once, outside the calls.",
+    "alias": "Pass as {source} always different tensors, or always one: each is a version of its own.",
+    "device": "Move {source} to one device before the call, or accept one graph for each device.",
+    "global state": """Set grad mode, autocast, default dtype and deterministic mode once, around all
+        calls.""",
+}
+_ANY = "Keep what this guard names the same between calls, or move it out of the compiled function."
+
+
 def _advice(what: str, source: str, index: str | None) -> str:
-    if what in ("size", "stride"):
-        return (
-            f"If this size varies, say so before the first call: torch._dynamo.mark_dynamic({source}, "
-            f"{index}), or torch.compile(..., dynamic=True). Else pad to a few sizes."
-        )
-    if what == "dtype":
-        return f"Cast {source} to one dtype before the call, or accept one graph for each dtype."
-    if what == "requires_grad":
-        return f"Call with {source} always detached or always requiring grad."
-    if what == "value":
-        text = f"Pass {source} as a 0-dim tensor, or keep it constant"
-        return text + ("; an attribute that counts calls belongs outside the compiled function."
-                       if "." in source else " for the life of the model.")  # fmt: skip
-    if what == "constant":
-        return (
-            f"Keep {source} constant for the life of the model; each value is a version of its own."
-        )
-    if what == "length":
-        return f"Each length of {source} is a version of its own: keep it, or pass one tensor."
-    if what == "type":
-        return f"Pass {source} always of one type; each type is a version of its own."
-    if what == "identity":
-        return f"Pass the same object as {source}: make it once, outside the calls."
-    if what == "device":
-        return f"Move {source} to one device before the call, or accept one graph for each device."
-    if what == "global state":
-        return (
-            "Set grad mode, autocast, default dtype and deterministic mode once, around all calls."
-        )
-    return "Keep what this guard names the same between calls, or move it out of the compiled function."
+    what = "attribute" if what == "value" and "." in source else what
+    return " ".join(_ADVICE.get(what, _ANY).split()).format(source=source, index=index)

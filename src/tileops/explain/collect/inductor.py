@@ -101,7 +101,8 @@ def _groups(scheduled: str, origins: dict[str, list[str]], kinds: dict[str, str]
             continue
         first = part.split(".snodes[0]", 1)[0]
         buffers = list(dict.fromkeys(_OUTPUT.findall(first)))
-        if head["of"] == "MultiOutput":  # no work of its own: it names a result of what it reads
+        # No work of its own: it names a result of what it reads, or what that wrote the parts of.
+        if head["of"] == "MultiOutput" or head["kind"].startswith("Nop"):
             read = set(re.findall(r"'(buf\w+)'", first))
             for group in groups:
                 group.buffers += buffers if read & set(group.buffers) else []
@@ -300,6 +301,7 @@ def _number(text: str) -> int | str:
 
 # ---- neighbours that stayed apart ----------------------------------------------------------------
 
+_OPAQUE = ("extern", "tileops")
 _EXTERN = "a library's kernel is opaque to Inductor: nothing fuses into it"
 
 
@@ -319,20 +321,55 @@ def _unfused(
             second = where.get(re.findall(r"op\d+", match["second"])[0])
             if first is not None and second is not None and first is not second:
                 last[first.name, second.name] = " ".join(match["why"].split())
-    reads = _reads(scheduled)
-    for first in groups:
-        for second in groups:
-            if first is not second and reads.get(second.name, set()) & set(first.buffers):
-                extern = {"extern", "tileops"} & {first.kind, second.kind}
-                last.setdefault((first.name, second.name), _EXTERN if extern else None)
+    readers = _readers(groups, scheduled)
     named = {group.name: group for group in groups}
+    for first in groups:
+        for name in readers[first.name]:
+            extern = first.kind in _OPAQUE or named[name].kind in _OPAQUE
+            last.setdefault((first.name, name), _EXTERN if extern else None)
     # On the CPU one function may hold several loop nests, one after the other.
     launch = {group.name: i for i, each in enumerate(kernels) for group in each.groups or ()}
-    return [
-        Unfused(first, second, named[first].nodes, named[second].nodes, why)
-        for (first, second), why in last.items()
-        if first not in launch or launch[first] != launch.get(second)
+    apart = [
+        pair for pair in last if pair[0] not in launch or launch[pair[0]] != launch.get(pair[1])
     ]
+    return [
+        Unfused(_relation(named[first], named[second], named, readers), first, second,
+                named[first].nodes, named[second].nodes, last[first, second])
+        for first, second in apart
+    ]  # fmt: skip
+
+
+def _readers(groups: list[Group], scheduled: str) -> dict[str, list[str]]:
+    """Groups that read what each group writes."""
+    reads = _reads(scheduled)
+    makers = {buffer: group.name for group in groups for buffer in group.buffers}
+    found: dict[str, dict[str, None]] = {group.name: {} for group in groups}
+    for group in groups:
+        for buffer in reads.get(group.name, ()):
+            maker = makers.get(buffer)
+            if maker is not None and maker != group.name:
+                found[maker][group.name] = None
+    return {name: list(names) for name, names in found.items()}
+
+
+def _relation(
+    first: Group, second: Group, named: dict[str, Group], readers: dict[str, list[str]]
+) -> str:
+    """See :class:`Unfused`. One kernel for both would have to stop for an opaque one between them."""
+    if first.kind in _OPAQUE or second.kind in _OPAQUE:
+        return "opaque"
+    if first.nodes and first.nodes == second.nodes:
+        return "steps"
+    seen, waiting = set(), [(name, False) for name in readers[first.name]]
+    while waiting:
+        name, through = waiting.pop()
+        if name == second.name and through:
+            return "opaque"
+        if (name, through) not in seen:
+            seen.add((name, through))
+            through = through or named[name].kind in _OPAQUE
+            waiting += [(following, through) for following in readers[name]]
+    return "passes" if (second.name, False) in seen else "shares"
 
 
 def _mutated(scheduled: str) -> dict[str, set[str]]:

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator
 
+from tileops.explain import torch_private as private
 from tileops.explain.model import Buffer, Graph, Node
 
 _WIDTH = {"bool": 1, "float64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "int16": 2, "int8": 1,
@@ -136,13 +137,15 @@ class Memory:
         call = _call(line)
         if call is None:
             return None
-        made, given = call
-        parameters = _parameters(source) if source else []
+        made, function, given = call
+        parameters = enumerate(_parameters(source) if source else [])
+        both = {number for number, name in parameters if name.startswith("in_out")}
+        if source is None:
+            both = _read_and_written(function)
         sizes: list[int | None] = []
         for number, argument in enumerate(given):
             size = self._argument(argument)
-            both = number < len(parameters) and parameters[number].startswith("in_out")
-            sizes += [] if size == 0 else [size, size] if both else [size]
+            sizes += [] if size == 0 else [size, size] if number in both else [size]
         if made is not None:
             sizes += [self._bytes.get(name) for name in self._parts.get(made, [made])]
         known = bool(sizes) and all(size is not None for size in sizes)
@@ -164,7 +167,7 @@ class Memory:
 def written(line: str, source: str) -> set[str]:
     """Names of the tensors that a launch of a generated kernel writes, by what it calls them."""
     call = _call(line)
-    given = call[1] if call else []
+    given = call[2] if call else []
     return {
         ast.unparse(
             argument.args[0] if isinstance(argument, ast.Call) and argument.args else argument
@@ -174,8 +177,15 @@ def written(line: str, source: str) -> set[str]:
     }
 
 
-def _call(line: str) -> tuple[str | None, list[ast.expr]] | None:
-    """What a call's value is named, and what it is given."""
+def _read_and_written(function: str) -> set[int]:
+    """Places of the arguments that a library's function changes; what it is to fill is called ``out``."""
+    target = f"torch.ops.{function}" if function.startswith("aten.") else function
+    changed = private.written_arguments(target) or {}
+    return {number for number, name in changed.items() if not name.startswith("out")}
+
+
+def _call(line: str) -> tuple[str | None, str, list[ast.expr]] | None:
+    """What a call's value is named, what is called, and what it is given."""
     try:
         statement = ast.parse(line.strip()).body[0]
     except SyntaxError:
@@ -184,7 +194,8 @@ def _call(line: str) -> tuple[str | None, list[ast.expr]] | None:
     if not isinstance(value, ast.Call):
         return None
     made = ast.unparse(statement.targets[0]) if isinstance(statement, ast.Assign) else None
-    return made, [*value.args, *(each.value for each in value.keywords)]
+    given = [*value.args, *(each.value for each in value.keywords)]
+    return made, ast.unparse(value.func), given
 
 
 def _flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:

@@ -55,13 +55,16 @@ def _rewritten(one: Compilation, event: Recorded, recorded: list[Recorded]) -> N
         found = [user_line(stack) for stack in told.get("stacks", [told["stack"]])]
         places = {(each.file, each.number): each for each in found if each is not None}
         op.substituted_from = [places[place] for place in sorted(places)]
+        if op.op.startswith("torch."):
+            op.target, op.decided_by, op.kernel = "torch", "the backend", told["op"]
         one.ops.append(op)
     elif event.kind in ("declined", "near miss"):
         same = [each for each in one.ops if (each.node, each.op) == (told["node"], told["op"])]
         for op in same:
             op.not_fused = told["reason"]
         if not same:
-            one.near_misses.append(NearMiss(told["op"], line, told["reason"]))
+            means_it = event.kind == "declined"
+            one.near_misses.append(NearMiss(told["op"], line, told["reason"], means_it))
 
 
 def _inside(op: OpNode, inductor: list[Inductor], lowered: list[Graph]) -> str | None:

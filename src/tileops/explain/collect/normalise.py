@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 
+from tileops.engine.boundary.stamp import split_key
+from tileops.explain import torch_private as private
 from tileops.explain.model import (
     Decomposition,
     Graph,
@@ -81,6 +83,8 @@ def writes(node: Node) -> bool:
         return True
     if _AUGMENTED.fullmatch(node.target):
         return True
+    if node.target.startswith("torch.ops."):
+        return bool(private.written_arguments(node.target))
     return bool(_IN_PLACE.search(name)) and not name.startswith("__") and name != "requires_grad_"
 
 
@@ -94,7 +98,7 @@ def _rewrites(seen: list[Node], made: list[Node], copies: list[str]) -> list[Rew
         after = [each for each in made if place and _place(each.line) == place and _computes(each)]
         # A copy back to an input has a line of its own or none: it is told by the value it copies.
         copy = any(each.name in written for each in after)
-        forms = [f"{each.name} = {short(each.target)}({each.args})" for each in after]
+        forms = [f"{each.name} = {_called(each)}" for each in after]
         found.append(Rewrite(node.line, _as_written(node), forms, copy))
     return found
 
@@ -125,9 +129,27 @@ def _as_written(node: Node) -> str:
         if sign and len(rest) == 1:
             return f"{first} {sign}= {rest[0]}"
     if node.opcode != "call_method":
-        return f"{node.target}({node.args})"
+        return _called(node)
     own, _, args = node.args.partition(", ")
     return f"{own}.{node.target}({args})"
+
+
+def _called(node: Node) -> str:
+    """Without the key of an op of this library, which spells its parameters and a stamp."""
+    target = short(node.target)
+    try:
+        call = ast.parse(f"f({node.args})", mode="eval").body
+    except SyntaxError:
+        return f"{target}({node.args})"
+    assert isinstance(call, ast.Call)
+    call.args = [each for each in call.args if not _is_key(each)]
+    call.keywords = [each for each in call.keywords if not _is_key(each.value)]
+    return target + ast.unparse(call)[1:]
+
+
+def _is_key(given: ast.expr) -> bool:
+    text = given.value if isinstance(given, ast.Constant) else None
+    return isinstance(text, str) and bool(split_key(text)[2])
 
 
 def _index(given: ast.expr) -> str:
@@ -143,13 +165,19 @@ def _index(given: ast.expr) -> str:
 def _decompositions(seen: list[Node], made: list[Node]) -> list[Decomposition]:
     """Lines where the operators differ in number or kind: what a line says → what ATen runs."""
     lines: dict[tuple[str, int], Decomposition] = {}
+    # The functional form of an operator that writes, and its results: no decomposition, but a rewrite.
+    wrappers = [node for node in made if "auto_functionalized" in node.target]
+    written = {node.args.split(",", 1)[0] for node in wrappers}
+    names = {node.name for node in wrappers}
+    results = {n.name for n in made if n.target == "operator.getitem" and names & set(n.inputs)}
     for node in seen:
-        if (place := _place(node.line)) is not None:
+        if (place := _place(node.line)) is not None and node.target not in written:
             lines.setdefault(place, Decomposition(node.line, [], [])).before.append(node.target)
     for node in made:
         place = _place(node.line)
         # A copy back to an input is a write that remains, and no part of an operator.
-        if place in lines and _computes(node) and short(node.target) != "aten.copy_":
+        apart = node.name in names | results or short(node.target) == "aten.copy_"
+        if place in lines and _computes(node) and not apart:
             lines[place].after.append(short(node.target))
     return [each for each in lines.values() if each.after and not _same(each.before, each.after)]
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jinja2
 from markupsafe import Markup
 
+from tileops.explain.collect.graphs import NODE_LINE
 from tileops.explain.model import (
     Break,
     Compilation,
@@ -32,7 +33,7 @@ from tileops.explain.model import (
     OpNode,
     Report,
 )
-from tileops.explain.views.words import UNKNOWN, count, size
+from tileops.explain.views.words import BETWEEN, UNKNOWN, count, size
 
 __all__ = ["render"]
 
@@ -40,7 +41,6 @@ _AROUND = 4
 """Lines of source that stay in view beside one that has something to tell."""
 _FOLDED = 4
 """Fewer lines with nothing to tell are not worth folding."""
-_FILE = re.compile(r"^\s*# File: (?P<file>.+?):(?P<number>\d+) in ")
 _ASSIGNED = re.compile(r"^(?P<indent>\s*)(?P<name>\w+)(?=(?:: \".*?\")? = )")
 _WORD = re.compile(r"[A-Za-z_]\w*")
 
@@ -56,7 +56,9 @@ def render(report: Report) -> str:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     environment.filters.update(size=_bytes, plural=count, told=_told, percent=_percent)
-    environment.filters.update(seconds=_seconds, micros=_micros)
+    environment.filters.update(
+        seconds=_seconds, micros=_micros, between=lambda name: BETWEEN.get(name, name)
+    )
     script, style = _asset(environment, "page.js"), _asset(environment, "page.css")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return environment.get_template("page.html").render(
@@ -256,7 +258,7 @@ class Page:
         """Lines of a graph's code; those that name the user's file lead there, others to nodes."""
         lines: list[list[Piece]] = []
         for text in graph.code.splitlines():
-            if match := _FILE.match(text):
+            if match := NODE_LINE.match(text):
                 at = Line(match["file"], int(match["number"]))
                 lines.append([(text, self.line(at))])
             elif match := _ASSIGNED.match(text):
@@ -370,8 +372,11 @@ class Page:
 
     @staticmethod
     def apart(one: Compilation) -> list[tuple[int, str, int]]:
-        """Where neighbours did not fuse: which graph, its stage, how many pairs."""
-        counts = [(j, each.stage, len(each.unfused or ())) for j, each in enumerate(one.inductor)]
+        """Where a value goes through memory between two kernels: which graph, its stage, how often."""
+        counts = [
+            (j, each.stage, sum(pair.relation == "passes" for pair in each.unfused or ()))
+            for j, each in enumerate(one.inductor)
+        ]
         return [each for each in counts if each[2]]
 
     @staticmethod

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tileops.explain.model import (
+    EVERYTHING,
     Break,
     Compilation,
     Guards,
@@ -20,6 +21,7 @@ from tileops.explain.model import (
     OpNode,
     Recompile,
     Report,
+    Unfused,
 )
 from tileops.explain.views.words import UNKNOWN as _UNKNOWN
 from tileops.explain.views.words import count as _count
@@ -74,6 +76,9 @@ def _first_line(text: str) -> str:
 def _summary(report: Report) -> Iterable[str]:
     kernels = [k for one in report.compilations for each in one.inductor for k in each.kernels]
     yield f"{report.title or 'compiled code'}  (torch {report.torch}, {report.device})"
+    if report.nothing:
+        yield f"  NOTHING WAS COMPILED: {report.nothing}."
+        return
     yield (
         f"  {_count(len(report.graphs), 'graph')}, {_count(len(report.breaks), 'break')}, "
         f"{_count(len(report.recompiles), 'recompilation')}, {_count(len(kernels), 'kernel launch')}"
@@ -92,7 +97,7 @@ def _summary(report: Report) -> Iterable[str]:
 def _compilation(one: Compilation, shown: Sequence[str]) -> list[str]:
     parts = {
         "capture": lambda: _capture(one),
-        "breaks": lambda: [line for each in one.breaks for line in _break(each)],
+        "breaks": lambda: [line for each in one.breaks for line in _break(each, one)],
         "guards": lambda: [*_recompile(one.recompile), *_guards(one.guards)],
         "aten": lambda: _normalisation(one.normalisation),
         "inductor": lambda: [line for each in one.inductor for line in _inductor(each)],
@@ -106,6 +111,8 @@ def _compilation(one: Compilation, shown: Sequence[str]) -> list[str]:
     head = ["", f"[{one.id}] {one.function}{rest}  {_where(one.at)}"]
     if one.error:
         head.append(f"  failed: {_first_line(one.error)}")
+    elif one.capture is None and not one.breaks:
+        head.append("  captured nothing: no work on tensors")
     return [*head, *lines] if lines or one.error else []
 
 
@@ -122,9 +129,14 @@ def _capture(one: Compilation) -> Iterable[str]:
         yield f"    unrolled {times}  {_code(loop.at)}"
 
 
-def _break(each: Break) -> Iterable[str]:
+def _break(each: Break, one: Compilation) -> Iterable[str]:
     yield f"  Break ({each.kind}): {_code(each.at)}"
     yield f"    {each.reason}"
+    own = [i for i, line in enumerate(each.stack) if line.function == one.function]
+    if (
+        calls := each.stack[own[-1] : -1] if own else []
+    ):  # who called the function is not its affair
+        yield f"    called from: {' → '.join(map(_where, calls))}"
     if each.crossing is not None:
         values = ", ".join(
             f"{n.name} {n.dtype or ''} {n.shape or ''} {size(n.bytes)}" for n in each.crossing
@@ -212,7 +224,8 @@ def _normalisation(made: Normalisation | None) -> Iterable[str]:
         yield f"    saved for backward: {size(part.saved_bytes)} (all that it reads: {everything})"
         for name, kept in (("save", part.saved), ("recompute", part.recomputed)):
             for each in kept:
-                place = _where(each.at) if each.at else "an input"
+                given = each.at is None and each.name == each.target
+                place = "an input" if given else _where(each.at)
                 yield f"      {name} {each.name} = {each.target}, {size(each.bytes)}  {place}"
 
 
@@ -227,26 +240,25 @@ def _inductor(lowered: Inductor) -> Iterable[str]:
     for kernel in lowered.kernels:
         nests = [group.nodes for group in kernel.groups or () if kernel.language != "extern"]
         nodes = " | ".join(map(_some, nests)) if len(nests) > 1 else _some(kernel.nodes)
-        lines = ", ".join(dict.fromkeys(map(_where, kernel.lines)))
+        lines = ", ".join(dict.fromkeys(map(_where, kernel.lines))) or _UNKNOWN
         yield f"    {kernel.name}  {_kind(kernel)}: {nodes}{_moved(kernel)}  [{lines}]"
     for each in lowered.candidates or ():
         yield f"    timed {each.kernel}: {each.time_us:.1f} µs{', chosen' if each.chosen else ''}"
     if lowered.unfused is None:
         yield f"    not fused: {_UNKNOWN}, the code came from a cache"
-    kinds = {group.name: group.kind for kernel in lowered.kernels for group in kernel.groups or ()}
-    pairs: dict[str, None] = {}
-    opaque = 0
-    for apart in lowered.unfused or ():
-        first, second = _some(apart.first_nodes), _some(apart.second_nodes)
-        pair = f"{first or apart.first} | {second or apart.second}"
-        if {"extern", "tileops"} & {kinds.get(apart.first), kinds.get(apart.second)}:
-            opaque += 1
-        else:
-            pairs[f"{pair}: {apart.reason or 'torch gave no reason'}"] = None
-    for text in pairs:
-        yield f"    not fused: {text}"
-    if opaque:
-        yield f"    not fused: {_count(opaque, 'pair')} with a library's or an op's kernel, which is opaque"
+    yield from _apart(lowered.unfused or [])
+
+
+def _apart(pairs: list[Unfused]) -> Iterable[str]:
+    told: dict[str, None] = {}
+    for each in pairs:
+        first, second = _some(each.first_nodes), _some(each.second_nodes)
+        pair = f"{first or each.first} | {second or each.second}"
+        if each.relation != "opaque":
+            told[f"{pair}: {each.reason or 'torch gave no reason'}"] = None
+    yield from (f"    not fused: {text}" for text in told)
+    if opaque := sum(each.relation == "opaque" for each in pairs):
+        yield f"    not fused: {_count(opaque, 'pair')} parted by a library's or an op's kernel"
 
 
 def _kind(kernel: Kernel) -> str:
@@ -284,7 +296,8 @@ def _run(one: Compilation) -> Iterable[str]:
 
 
 def _op(op: OpNode) -> Iterable[str]:
-    yield f"  tileops {op.op}{op.parameters}  {_where(op.at)}"
+    owner = "" if op.op.startswith("torch.") else "tileops "
+    yield f"  {owner}{op.op}{op.parameters}  {_where(op.at)}"
     if op.substituted_from:
         yield f"    in the place of {'; '.join(map(_code, op.substituted_from))}"
     if op.fused_into:
@@ -300,8 +313,9 @@ def _op(op: OpNode) -> Iterable[str]:
 
 def _near(one: Compilation) -> Iterable[str]:
     for miss in one.near_misses:
-        yield f"  nearly {miss.op}: {_code(miss.at)}"
-        yield f"    {miss.reason}"
+        what = f"is {miss.op}, left alone" if miss.means_it else f"nearly {miss.op}"
+        yield f"  {what}: {_code(miss.at)}"
+        yield f"    because: {miss.reason}"
 
 
 def _rest(report: Report) -> Iterable[str]:
@@ -319,4 +333,5 @@ def _rest(report: Report) -> Iterable[str]:
     for op in report.eager_ops:
         yield from _op(op)
     for each in report.unknown:
-        yield f"unknown: {each.what}: {each.why}"
+        if each.what != EVERYTHING:  # it stands at the top
+            yield f"unknown: {each.what}: {each.why}"

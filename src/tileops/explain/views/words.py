@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-__all__ = ["UNKNOWN", "count", "size"]
+__all__ = ["BETWEEN", "UNKNOWN", "count", "size"]
 
 UNKNOWN = "unknown"
+BETWEEN = {
+    "passes": "a value, through memory",
+    "shares": "an input of both",
+    "steps": "one operation, split",
+    "opaque": "an opaque kernel",
+}
+"""How neighbours that stayed apart are related."""
 
 
 def count(number: int, name: str) -> str:

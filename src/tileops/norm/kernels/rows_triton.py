@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tileops.lib.float8_triton import e4m3_bytes
+from tileops.lib.quantised_triton import largest_magnitude, quantised
 from tileops.norm.kernels.access_triton import inverse_root, load, store
 
 __all__ = ["chunk_sums", "normalize_chunks", "normalize_rows", "stream_rows"]
@@ -92,33 +92,13 @@ def _quantised(
     NATIVE: tl.constexpr,
 ):
     """The bytes of quantised rows; stores their scales."""
-    # As integers, magnitudes are ordered like themselves, and NaN is the largest.
-    magnitudes = tl.abs(values).to(tl.int32, bitcast=True)
-    largest = tl.max(magnitudes, axis=1).to(tl.float32, bitcast=True)
+    largest = largest_magnitude(values, 1)
     if bound is not None:
         largest = tl.where(largest > bound, bound, largest)
     scale = tl.div_rn(largest, TOP)
     scale = tl.where(scale < LEAST, LEAST, scale)
     tl.store(quanta + rows, scale, mask=present)
-    # A division that rounds once, in three instructions (Markstein 1990): the inverse, rounded, and
-    # what its product leaves, so taken that a zero keeps its sign. An infinite scale would leave NaN
-    # where the quotient is 0.
-    inverse = tl.div_rn(1.0, scale)[:, None]
-    divisor = tl.where(scale < float("inf"), scale, 0.0)[:, None]
-    quotient = values * inverse
-    # (Multiplied by -1: Triton's minus subtracts from 0, and of 0 gives 0.)
-    beyond = tl.fma(quotient, divisor, values * -1.0)
-    exact = tl.fma(beyond, inverse * -1.0, quotient)
-    if bound is not None:  # it may be infinite
-        exact = tl.where(tl.abs(quotient) > TOP, quotient, exact)
-    values = exact
-    if TOP == 127.0:
-        values = tl.where(values == values, values, 0.0)
-        values = tl.minimum(tl.maximum(values, -128.0), 127.0)
-        # Adding 1.5 * 2**23 leaves no fraction, rounded to even.
-        return ((values + 12582912.0) - 12582912.0).to(tl.int8)
-    else:
-        return e4m3_bytes(values, NATIVE)
+    return quantised(values, scale, TOP, NATIVE, bound is not None)
 
 
 @triton.jit

@@ -25,27 +25,52 @@ def _sine_and_cosine(phase):
 
 @triton.jit
 def _read_rows(
-    x,
-    rows,
-    D: tl.constexpr,
+    x, place, inside, ROTARY: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    """What turns in rows that begin at ``place`` of ``x``, where they are ``inside``; both ``[ROWS, 1]``:
+    both halves or, interleaved, twice the whole."""
+    if INTERLEAVED:
+        feature = tl.arange(0, 2 * HALF)[None, :]
+        pairs = tl.load(x + place + feature, mask=inside & (feature < ROTARY), other=0.0)
+        return pairs, pairs
+    else:
+        feature = tl.arange(0, HALF)[None, :]
+        known = inside & (feature < ROTARY // 2)
+        left = tl.load(x + place + feature, mask=known, other=0.0)
+        return left, tl.load(x + place + feature + ROTARY // 2, mask=known, other=0.0)
+
+
+@triton.jit
+def _halves(left, right, ROWS: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The first and second entries of pairs that ``_read_rows`` has read, in float32."""
+    left, right = left.to(tl.float32), right.to(tl.float32)
+    if INTERLEAVED:
+        left, right = tl.split(tl.reshape(left, (ROWS, HALF, 2)))
+    return left, right
+
+
+@triton.jit
+def _store_rows(
+    y,
+    place,
+    inside,
+    left,
+    right,
     ROTARY: tl.constexpr,
     ROWS: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """What turns in the first ``rows`` of a tile of ROWS rows that begins at ``x``, which 32 bits
-    address inside: both halves or, interleaved, twice the whole."""
-    row = tl.arange(0, ROWS)[:, None]
+    """Write what ``_read_rows`` reads."""
     if INTERLEAVED:
         feature = tl.arange(0, 2 * HALF)[None, :]
-        pairs = tl.load(x + row * D + feature, mask=(row < rows) & (feature < ROTARY), other=0.0)
-        return pairs, pairs
+        pairs = tl.reshape(tl.join(left, right), (ROWS, 2 * HALF))
+        tl.store(y + place + feature, pairs, mask=inside & (feature < ROTARY))
     else:
         feature = tl.arange(0, HALF)[None, :]
-        known = (row < rows) & (feature < ROTARY // 2)
-        place = row * D + feature
-        left = tl.load(x + place, mask=known, other=0.0)
-        return left, tl.load(x + place + ROTARY // 2, mask=known, other=0.0)
+        known = inside & (feature < ROTARY // 2)
+        tl.store(y + place + feature, left, mask=known)
+        tl.store(y + place + feature + ROTARY // 2, right, mask=known)
 
 
 @triton.jit
@@ -64,22 +89,13 @@ def _write_rows(
     TAIL: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Turn what ``_read_rows`` has read, and copy what does not turn."""
+    """Turn what has been read of the first ``rows`` of a tile of ROWS rows that begins at ``x``, which 32
+    bits address inside, and copy what does not turn."""
     row = tl.arange(0, ROWS)[:, None]
     inside = row < rows
-    left, right = left.to(tl.float32), right.to(tl.float32)
-    if INTERLEAVED:
-        feature = tl.arange(0, 2 * HALF)[None, :]
-        known = inside & (feature < ROTARY)
-        left, right = tl.split(tl.reshape(left, (ROWS, HALF, 2)))
-        pairs = tl.join(left * cosine - right * sine, right * cosine + left * sine)
-        tl.store(y + row * D + feature, tl.reshape(pairs, (ROWS, 2 * HALF)), mask=known)
-    else:
-        feature = tl.arange(0, HALF)[None, :]
-        known = inside & (feature < ROTARY // 2)
-        place = row * D + feature
-        tl.store(y + place, left * cosine - right * sine, mask=known)
-        tl.store(y + place + ROTARY // 2, right * cosine + left * sine, mask=known)
+    left, right = _halves(left, right, ROWS, HALF, INTERLEAVED)
+    turned, turned_2 = left * cosine - right * sine, right * cosine + left * sine
+    _store_rows(y, row * D, inside, turned, turned_2, ROTARY, ROWS, HALF, INTERLEAVED)
     if ROTARY < D:
         feature = ROTARY + tl.arange(0, TAIL)[None, :]
         known = inside & (feature < D)
@@ -113,7 +129,8 @@ def rotate(
         first = tl.program_id(0).to(tl.int64) * ROWS
         rows = tl.minimum(tokens * FEW_HEADS - first, ROWS).to(tl.int32)
         corner = first * D
-        left, right = _read_rows(x + corner, rows, D, ROTARY, ROWS, HALF, INTERLEAVED)
+        tile = tl.arange(0, ROWS)[:, None]
+        left, right = _read_rows(x + corner, tile * D, tile < rows, ROTARY, HALF, INTERLEAVED)
         turn = tl.load(turns + pair, mask=pair < ROTARY // 2, other=0)[None, :]
         token = first // FEW_HEADS
         # Where no token is in two tiles, sines are taken once for its heads; else for each row.
@@ -140,7 +157,9 @@ def rotate(
         first = tl.program_id(0) % parts * heads_each
         last = tl.minimum(first + heads_each, heads)
         corner = (token * heads + first) * D
-        left, right = _read_rows(x + corner, last - first, D, ROTARY, ROWS, HALF, INTERLEAVED)
+        tile = tl.arange(0, ROWS)[:, None]
+        inside = tile < last - first
+        left, right = _read_rows(x + corner, tile * D, inside, ROTARY, HALF, INTERLEAVED)
         turn = tl.load(turns + pair, mask=pair < ROTARY // 2, other=0)[None, :]
         if positions is None:
             position = token % period
@@ -150,9 +169,9 @@ def rotate(
         sine, cosine = sine * scale, cosine * scale
         for head in range(first, last, ROWS):
             corner = (token * heads + head) * D
-            ahead = head + ROWS
+            inside = tile < last - head - ROWS
             left_ahead, right_ahead = _read_rows(
-                x + corner + ROWS * D, last - ahead, D, ROTARY, ROWS, HALF, INTERLEAVED
+                x + corner + ROWS * D, tile * D, inside, ROTARY, HALF, INTERLEAVED
             )
             _write_rows(
                 left, right, x + corner, y + corner, last - head, sine, cosine,

@@ -1,0 +1,1 @@
+"""CUDA kernels of the quantization family; imported only where a CUDA device is used."""
