@@ -275,6 +275,9 @@ def test_a_gradient_of_the_scale_keeps_it():
     assert seen.near_misses() == {
         "INT8QuantPerChannelFwdOp": "the op has no gradient of scale, of which one is asked"
     }
+    run, seen = rewritten(lambda x: divided(x, INT8)[0], "always", ONLY)
+    assert torch.equal(run(x), divided(x, INT8)[0])
+    assert len(seen.substituted()) == 1
     with torch.no_grad():
         run, seen = rewritten(function, "always", ONLY)
         run(x)
