@@ -135,7 +135,10 @@ def test_one_scale_for_all(shape):
         return torch.round(x / scale).clamp(-128, 127).to(INT8), scale
 
     x = torch.randn(shape)
-    held(function, x, lambda x: together(x, 127, 1e-10), "INT8QuantPerTensorFwdOp")
+    name = "INT8QuantPerTensorFwdOp"
+    held(function, x, lambda x: together(x, 127, 1e-10), name)
+    # Where the scale stays within, nothing else tells that it is no row's.
+    held(lambda x: function(x)[:1], x, lambda x: together(x, 127, 1e-10)[:1], name)
 
 
 def test_the_scale_with_and_without_its_last_dim():
@@ -218,6 +221,8 @@ NEAR_MISSES = {
     "other dim": (lambda x: quantised(x, largest(x, 0) / 127), "the amax is over dims (0,), not over the last"),
     "other levels": (lambda x: quantised(x, largest(x) / 128), "times what the op computes"),
     "bounded closer": (lambda x: quantised(x, largest(x) / 127, -7, 7), "is bounded closer than by -127 and 127"),
+    "bounded below": (lambda x: quantised(x, largest(x) / 127, -100, None), "is bounded closer than by -127 and 127"),
+    "bounded above": (lambda x: quantised(x, largest(x) / 127, None, 100), "is bounded closer than by -127 and 127"),
     "half a byte": (lambda x: quantised(x, largest(x) / 7, -8, 7), "is bounded closer than by -127 and 127"),
     "bounds a tensor": (lambda x: quantised(x, largest(x) / 127, x.amin(), x.amax()), "are not numbers that are known"),
     "decimals": (lambda x: (torch.round(x / (largest(x) / 127), decimals=1).to(INT8), x), "decimals of round is 1, not 0"),
@@ -270,6 +275,9 @@ def test_a_gradient_of_the_scale_keeps_it():
     assert seen.near_misses() == {
         "INT8QuantPerChannelFwdOp": "the op has no gradient of scale, of which one is asked"
     }
+    run, seen = rewritten(lambda x: divided(x, INT8)[0], "always", ONLY)
+    assert torch.equal(run(x), divided(x, INT8)[0])
+    assert len(seen.substituted()) == 1
     with torch.no_grad():
         run, seen = rewritten(function, "always", ONLY)
         run(x)

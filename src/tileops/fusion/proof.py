@@ -179,7 +179,8 @@ def prove(
     layout = pattern.layout
     if pattern.leading:
         given, layout = _as_in_memory(given, value_of(root))
-    outputs = {root: "", **_steps_used(pattern, region, b), **beside}
+    used = {n: name for n, name in beside.items() if any(user not in region for user in n.users)}
+    outputs = {root: "", **_steps_used(pattern, region, b), **used}
     anchor = min(outputs)
     _check_memory(rewrite, region, root, given, b)
     for name, one in given.items():
