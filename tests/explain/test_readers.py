@@ -179,6 +179,45 @@ def test_triton():
     assert choice == [("triton_mm_3", 500.0, False), ("mm", 250.0, True)]
 
 
+STANDS_FOR = """
+cpp_fused_relu_0 = async_compile.cpp_pybinding(['float*'], '''
+extern "C"  void  kernel(float* in_out_ptr0)
+{
+}
+''')
+def call(args):
+    arg0_1, arg1_1 = args
+    assert_size_stride(arg0_1, (64, 8), (8, 1), 'input')
+    # Topologically Sorted Source Nodes: [y_default], Original ATen: [aten.view, mine.linear]
+    buf0 = torch.ops.library._product.default(arg0_1, arg1_1, 'none')
+    del arg0_1
+    buf1 = buf0
+    assert_size_stride(buf1, (64, 32), (32, 1), 'torch.ops.mine.linear.default')
+    del buf0
+    buf2 = buf1; del buf1  # reuse
+    cpp_fused_relu_0(buf2)
+    return (buf2, )
+"""
+PRODUCT = """class GraphModule(torch.nn.Module):
+    def forward(self, arg0_1: "f32[64, 8][8, 1]cpu", arg1_1: "f32[32, 8][8, 1]cpu"):
+        # File: /home/me/model.py:3 in f, code: y = linear(x)
+        y: "f32[64, 32][32, 1]cpu" = torch.ops.mine.linear.default(arg0_1, arg1_1)
+        # File: /home/me/model.py:4 in f, code: return relu(y)
+        relu: "f32[64, 32][32, 1]cpu" = torch.ops.aten.relu.default(y)
+        return (relu,)
+"""
+
+
+def test_a_library_s_call_that_stands_for_another_operator():
+    graph = read_graph("lowered", PRODUCT)
+    made = read_inductor(Lowered(STANDS_FOR, None, graph, [], None, [], {}))
+    product, after = made.kernels
+    assert (product.name, product.nodes) == ("torch.ops.library._product.default", ["y"])
+    assert [line.number for line in product.lines] == [3]
+    assert product.bytes == 4 * (64 * 8 + 32 * 8 + 64 * 32)
+    assert after.bytes == 2 * 4 * 64 * 32
+
+
 CHANGES = """
 triton_poi_a = async_compile.triton('triton_poi_a', '''
 def triton_poi_a(in_ptr0, out_ptr0, xnumel, XBLOCK : tl.constexpr):

@@ -223,15 +223,19 @@ class _Kernels:
         return own
 
     def _library_origin(self, name: str, comment: str) -> list[str]:
-        """The node of a library's call: by the operator's name, and the line that the comment names."""
+        """The node of a library's call: by the operator's name or, where it stands for another operator, by
+        the name that the comment tells, and by the line of what the comment names."""
         sources = _names(comment.split("Nodes: [", 1)[1].split("]", 1)[0]) if comment else []
         places = {(at.file, at.number) for n in sources if (at := self.captured.get(n))}
         parts = [part for part in name.split(".") if part not in ("default", "out")]
         operator = parts[3] if name.startswith("torch.ops.") else parts[-1]
-        named = [
-            node for node in self.nodes.values()
-            if node.name not in self.used and operator in node.target.split(".")
-        ]  # fmt: skip
+        told = re.search(r"Original ATen: \[(.*?)\]", comment)
+        others = [each.split(".")[1] for each in _names(told[1] if told else "") if "." in each]
+        left = [node for node in self.nodes.values() if node.name not in self.used]
+        tried = (
+            [n for n in left if one in n.target.split(".")] for one in (operator, *others[::-1])
+        )
+        named = next(filter(None, tried), [])
         near = [n for n in named if n.line and (n.line.file, n.line.number) in places]
         chosen = [node.name for node in (near or named)[:1]]
         self.used.update(chosen)

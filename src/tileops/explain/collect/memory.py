@@ -66,7 +66,7 @@ class Memory:
             if ast.unparse(call.func) == "assert_size_stride" and isinstance(
                 call.args[0], ast.Name
             ):
-                self._asserted(call.args[0].id, call.args[1])
+                self._asserted(call.args[0].id, call.args[1], *call.args[3:4])
 
     def _assigned(self, name: str, value: ast.expr, following: list[ast.stmt]) -> None:
         function = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
@@ -118,13 +118,14 @@ class Memory:
         now = None if any(size is None for size in sizes) else sum(size or 0 for size in sizes)
         self.peak = None if now is None or self.peak is None else max(self.peak, now)
 
-    def _asserted(self, name: str, size: ast.expr) -> None:
-        """Torch states the size of what a library made; the graph knows its dtype."""
+    def _asserted(self, name: str, size: ast.expr, said: ast.expr | None = None) -> None:
+        """Torch states size and operator of what a library made; the graph knows its dtype."""
         if name not in self._called or name in self._storage:
             return
         shape = _sizes(size)
         operator = self._called[name].removeprefix("torch.ops.")
-        makers = {node.name for node in self._nodes if operator in node.target}
+        stated = said.value if isinstance(said, ast.Constant) else None
+        makers = {n.name for n in self._nodes if operator in n.target or n.target == stated}
         widths = {
             self._width[node.name] for node in self._nodes
             if (node.name in makers or makers & set(node.inputs)) and node.shape == shape
