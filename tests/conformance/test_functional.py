@@ -26,6 +26,7 @@ from tileops.backend.tolerances import compare
 from tileops.elementwise import AddFwdOp, SiLUAndMulFwdOp, SiLUFwdOp
 from tileops.engine.errors import TransformError
 from tileops.gemm import GEMMFwdOp
+from tileops.moe import MaskedLayoutSpec, MoEGroupedGEMMFwdOp
 from tileops.norm import BatchNormFwdOp, RMSNormFwdOp
 from tileops.reduction import SoftmaxFwdOp
 
@@ -327,3 +328,8 @@ def test_a_write_takes_no_tangent():
     with pytest.raises(TransformError, match="through a call that writes 'input'") as caught:
         jvp(lambda t: SiLUFwdOp(inplace=True)(t * 1), (x,), (x,))
     assert "SiLUFwdOp" in str(caught.value)
+    op, a, b = MoEGroupedGEMMFwdOp(MaskedLayoutSpec(2)), torch.randn(2, 2, 4), torch.randn(2, 5, 4)
+    counts, out = torch.tensor([1, 2]).int(), torch.zeros(2, 2, 5)
+    with pytest.raises(TransformError, match="MoEGroupedGEMMFwdOp.*call that writes 'out'"):
+        jvp(lambda t: op(t, b, counts, out=out), (a,), (a,))
+    assert not out.any(), "refused before any work"
