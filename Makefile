@@ -74,5 +74,5 @@ bench: ## List the benchmark commands (they want a card and a quiet machine, so 
 
 .PHONY: clean
 clean: ## Remove the environment and every cache in this folder
-	rm -rf "$(VENV)" "$(VENV).lock" build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf "$(VENV)" "$(VENV).lock" .venv-torch-* build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
