@@ -647,7 +647,7 @@ def fp8_by_rows(batch: int) -> Tensors:
 
 @cold("quantization.INT8QuantPerTensorFwdOp", "quantization_int8_quant_per_tensor_fwd")
 def int8_of_a_tensor(batch: int) -> Tensors:
-    return {"x": torch.randn(batch + 1, 8)}
+    return {"x": torch.randn(batch + 1, 10)}
 
 
 @cold("quantization.INT8QuantPerTokenGroupFwdOp", "quantization_int8_quant_per_token_group_fwd")
