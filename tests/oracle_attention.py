@@ -77,11 +77,12 @@ def gqa_dense(
                 all_scores = scores
                 if sinks is not None:
                     all_scores = torch.cat((scores, sinks[h : h + 1].double()))
-                if all_scores.max() == -math.inf:
-                    continue  # as if nothing were seen
-                weights = torch.exp(scores - all_scores.max())
-                total = torch.exp(all_scores - all_scores.max()).sum()
-                result[b, i, h] = (weights[:, None] * value[b, seen, h // group]).sum(0) / total
+                top = all_scores.max().detach()  # whatever is subtracted, the result is the same
+                if top == -math.inf:  # as if nothing were seen: 0, whose slope is 0
+                    result[b, i, h] = torch.exp(scores).sum()
+                    continue
+                shares = torch.exp(scores - top) / torch.exp(all_scores - top).sum()
+                result[b, i, h] = (shares[:, None] * value[b, seen, h // group]).sum(0)
     return (result,), {}
 
 
