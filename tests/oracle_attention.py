@@ -175,7 +175,9 @@ def gqa_dense_backward_rounding(
     slopes = shares * (torch.einsum("bihd,bjhd->bhij", grad, value) - mean[..., None])
     of_mean = (output * grad).square().sum(-1).sqrt().permute(0, 2, 1)
 
-    def by_key_head(pattern: str, errors: torch.Tensor, shares: torch.Tensor, x: torch.Tensor) -> Any:
+    def by_key_head(
+        pattern: str, errors: torch.Tensor, shares: torch.Tensor, x: torch.Tensor
+    ) -> Any:
         each = torch.einsum(pattern, shares, x).square()
         squares = torch.einsum(pattern, errors.square(), x.square()) + group * each
         return squares.reshape(batch, s_kv, kv_heads, group, size).sum(3).sqrt()

@@ -86,7 +86,10 @@ def test_blocks_of_queries(monkeypatch):
 @pytest.mark.parametrize("s_kv", [2, 17])
 def test_a_query_that_sees_nothing_has_no_gradient(s_kv, dtype):
     hidden = 3
-    op, made = GQADenseBwdOp(window_size_right=0), tensors(s_q=s_kv + hidden, s_kv=s_kv, dtype=dtype)
+    op, made = (
+        GQADenseBwdOp(window_size_right=0),
+        tensors(s_q=s_kv + hidden, s_kv=s_kv, dtype=dtype),
+    )
     for passed in ({}, {"sinks": torch.randn(4)}):
         grad_q = check(op, {**made, **passed})[0]
         assert not grad_q[:, :hidden].any()
@@ -96,7 +99,12 @@ def test_a_query_that_sees_nothing_has_no_gradient(s_kv, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "params",
-    [{"softcap": 0.5}, {"softcap": 5.0, "is_causal": True}, {"sm_scale": 0.3}, {"window_size_left": 1}],
+    [
+        {"softcap": 0.5},
+        {"softcap": 5.0, "is_causal": True},
+        {"sm_scale": 0.3},
+        {"window_size_left": 1},
+    ],
 )
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_softcap_and_sinks(params, with_sinks, dtype):
@@ -111,7 +119,9 @@ def test_sinks_of_all_sizes():
     found = check(GQADenseBwdOp(), {**made, "sinks": torch.full((4,), -math.inf)})
     assert all(torch.equal(a, b) for a, b in zip(found[:3], without[:3], strict=True))
     assert not found[3].any()
-    assert not any(g.any() for g in check(GQADenseBwdOp(), {**made, "sinks": torch.full((4,), 1e4)}))
+    assert not any(
+        g.any() for g in check(GQADenseBwdOp(), {**made, "sinks": torch.full((4,), 1e4)})
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -59,9 +59,7 @@ def _masked(scores: torch.Tensor, is_causal: bool, left: int, right: int) -> tor
     return scores
 
 
-def _weights(
-    scores: torch.Tensor, sinks: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _weights(scores: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """``exp(scores - their largest)``, that of the sink last, and their sum, 1 where all are 0."""
     if sinks is not None:
         batch, kv_heads, group, s_q, _ = scores.shape
@@ -192,7 +190,12 @@ class GQADenseBwdOp(Op):
 
         query, key, value, grad = (
             _by_key_head(x, kv_heads)
-            for x in (turned(q.float(), s_kv - s_q), turned(k.float(), 0), v.float(), grad_o.float())
+            for x in (
+                turned(q.float(), s_kv - s_q),
+                turned(k.float(), 0),
+                v.float(),
+                grad_o.float(),
+            )
         )
         scores = _capped(query @ key.transpose(-1, -2) * scale, softcap)
         weights, total = _weights(
