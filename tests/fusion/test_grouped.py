@@ -127,7 +127,9 @@ def test_what_stays_with_a_reason(function, reason):
     result = run(q, k, v, mask)
     assert reason in seen.declined()[ATTENTION]
     assert not seen.substituted()
-    found = compare(result.detach(), meaning(*(t.detach() for t in (q, before, v)), mask), "template")
+    found = compare(
+        result.detach(), meaning(*(t.detach() for t in (q, before, v)), mask), "template"
+    )
     assert found.ok, found.text
 
 
