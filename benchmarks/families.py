@@ -151,7 +151,7 @@ def error_of(given: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def checked(call: WorkloadCall, works: dict[str, Work]) -> dict[str, float]:
-    """The error of each; a rival that cannot run or is wrong is dropped, ours raises ``WrongResultError``."""
+    """The error of each; a rival that cannot run or is wrong is dropped; ours raises."""
     if type(call.op).decomposition is None:
         return {}
     wanted = exact(copied(call))
@@ -371,7 +371,7 @@ def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("families", nargs="*")
     parser.add_argument("--op", action="append", default=[], help="only these classes")
@@ -387,6 +387,11 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--commit", help="where this copy of the tree has no history")
     parser.add_argument("--out", type=Path)
+    return parser
+
+
+def main() -> None:
+    parser = _parser()
     arguments = parser.parse_args()
     known = families()
     if unknown := set(arguments.families) - known.keys():

@@ -38,34 +38,37 @@ def group(rewrite: Rewrite) -> None:
             rewrite.report.add("declined", node, NAME, reason=reason)
 
 
-def _repeated(node: Node) -> tuple[Node, ...] | None:
+def _repeated(node: Node) -> tuple[Node, Node, Node, Node] | None:
     """What ``node`` is given as keys and values, and what they repeat, where it repeats their heads."""
     given = [argument(node, place, name) for place, name in enumerate(("query", "key", "value"))]
-    values = [value_of(one) for one in given]
-    if not all(isinstance(v, FakeTensor) and v.dim() == 4 for v in values):
+    fakes = [value_of(one) for one in given]
+    if not all(isinstance(fake, FakeTensor) and fake.dim() == 4 for fake in fakes):
         return None
-    found = [unspread(one) for one in given[1:]]
-    if any(one is None or one[1] != HEADS for one in found):
+    keys, values = unspread(given[1]), unspread(given[2])
+    if keys is None or values is None or {keys[1], values[1]} != {HEADS}:
         return None
-    keys, values = (one[0] for one in found if one is not None)
-    alike = equal_shapes(value_of(keys).shape[:3], value_of(values).shape[:3])
-    return (*given[1:], keys, values) if alike else None
+    if not equal_shapes(value_of(keys[0]).shape[:3], value_of(values[0]).shape[:3]):
+        return None
+    return given[1], given[2], keys[0], values[0]
 
 
-def _group(rewrite: Rewrite, node: Node, repeated: tuple[Node, ...]) -> str:
+def _group(rewrite: Rewrite, node: Node, repeated: tuple[Node, Node, Node, Node]) -> str:
     """'' where it is done, else why not."""
     query, mask = argument(node, 0, "query"), argument(node, 3, "attn_mask")
     dropout = argument(node, 4, "dropout_p", default=0.0)
     causal, scale = argument(node, 5, "is_causal", default=False), argument(node, 6, "scale")
-    for wide, source in zip(repeated[:2], repeated[2:], strict=True):
-        steps = between(source, wide)
-        if any(rewrite.memory.written(source, start=step, end=node) for step in steps):
+    keys, values = repeated[2:]
+    steps = {node}
+    for wide, source in zip(repeated[:2], (keys, values), strict=True):
+        own = between(source, wide)
+        if any(rewrite.memory.written(source, start=step, end=node) for step in own):
             return f"{source.name} is written in between"
         asks = value_of(source).requires_grad == value_of(wide).requires_grad
-        if not asks or not rewrite.modes.one({*steps, node}):
+        if not asks or not rewrite.modes.one({*own, node}):
             return f"{wide.name} stops the gradient"
-    keys, values = repeated[2:]
-    if not takes_groups(*map(value_of, (query, keys, values, mask)), dropout, causal):
+        steps |= own
+    q, k, v = map(value_of, (query, keys, values))
+    if not takes_groups(q, k, v, value_of(mask), dropout, causal):
         return "no kernel of torch's attention reads grouped heads here"
     edit = Edit(rewrite.graph, node, rewrite.mode)
     given = {"attn_mask": mask, "dropout_p": dropout, "is_causal": causal, "scale": scale}
@@ -74,7 +77,6 @@ def _group(rewrite: Rewrite, node: Node, repeated: tuple[Node, ...]) -> str:
     problem = edit.replace({node: call})
     if problem:
         return problem
-    steps = {node, *between(keys, repeated[0]), *between(values, repeated[1])}
     stacks = dict.fromkeys(step.meta.get("stack_trace") or "" for step in sorted(steps))
     rewrite.report.add(
         "substituted",

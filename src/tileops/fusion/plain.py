@@ -32,7 +32,8 @@ def plainly(edit: Edit, pattern: Pattern, proof: Proof) -> tuple[Node, str] | st
             return reason
     given = [_as_found(edit, pattern, proof, name, True) for name in wanted.holes]
     named = dict(wanted.named)
-    if not takes_groups(*map(value_of, given), causal=named.get("is_causal", False)):
+    q, k, v = map(value_of, given)
+    if not takes_groups(q, k, v, causal=bool(named.get("is_causal"))):
         edit.undo()
         given = [_as_found(edit, pattern, proof, name, False) for name in wanted.holes]
     entries = [value_of(node).shape[1:2] for node in given]

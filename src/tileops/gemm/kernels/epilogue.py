@@ -35,8 +35,8 @@ SHARE = {"cublas_epilogue": 1.0, "persistent_epilogue": 0.95, "triton_epilogue":
 """Of the speed of the product alone: the library's, the Triton kernel's for the last. Measure with
 `python -m benchmarks.epilogue` and write the medians here."""
 FEW_TILES = 0.82
-"""That share of the persistent kernel where there is less than one round of tiles, and nothing to fetch while
-a tile is finished."""
+"""That share of the persistent kernel for less than one round of tiles: nothing is fetched while a tile is
+finished."""
 ROW_BLOCK = 2048
 """Columns that one program of a kernel over a matrix takes at most."""
 
