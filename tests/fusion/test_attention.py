@@ -403,6 +403,17 @@ def test_the_rule_by_device(monkeypatch):
     assert not takes_groups(half, half, half)
 
 
+def test_what_a_card_is_asked_of_symbolic_sizes():
+    module = captured(lambda x: x + 1, torch.randn(2, 3, 5, 16).transpose(1, 2), dynamic=True)
+    (x,) = (v for n in module.graph.nodes if isinstance(v := value_of(n), torch.Tensor)
+            and n.op == "placeholder")  # fmt: skip
+    asked = cost._hinted(x)
+    assert tuple(asked.shape) == (2, 5, 3, 16)
+    assert asked.stride() == (240, 16, 80, 1)
+    assert all(type(n) is int for n in asked.shape)
+    assert asked.dtype is torch.float32
+
+
 def test_what_replaces_a_result_lies_as_it_did():
     """Also where the function's kernel for another mask writes heads in another place."""
 

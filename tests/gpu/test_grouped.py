@@ -23,14 +23,15 @@ def attention(q, k, v, mask):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("queries", [1, 128])
 @pytest.mark.parametrize("training", [False, True])
-def test_nothing_is_copied(dtype, queries, training):
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_nothing_is_copied(dtype, queries, training, dynamic):
     torch._dynamo.reset()
     q = heads(24, queries, width=128, dtype=dtype).cuda().requires_grad_(training)
     k, v = (
         heads(8, 1024, width=128, dtype=dtype).cuda().requires_grad_(training) for _ in range(2)
     )
     mask = visible(queries, 1024).cuda()
-    run = torch.compile(attention, backend="tileops", fullgraph=True)
+    run = torch.compile(attention, backend="tileops", fullgraph=True, dynamic=dynamic)
     result = run(q, k, v, mask)
     report = last_report()
     takes = torch.backends.cuda.can_use_cudnn_attention(

@@ -208,11 +208,23 @@ def takes_groups(
     able = device_facts(q.device).arch >= FLASH_ARCH and torch.backends.cuda.flash_sdp_enabled()
     if mask is None and able and q.dtype.itemsize == 2 and q.shape[-1] <= FLASH_HEAD:
         return True
-    given = [t for t in (q, k, v, mask) if t is not None]
-    if not torch.cuda.is_available() or any(fixed(n) is None for t in given for n in t.shape):
+    if not torch.cuda.is_available():
         return False
-    params = torch.backends.cuda.SDPAParams(q, k, v, mask, dropout, causal, True)
+    given = [None if t is None else _hinted(t) for t in (q, k, v, mask)]
+    params = torch.backends.cuda.SDPAParams(*given, dropout, causal, True)
     return torch.backends.cuda.can_use_cudnn_attention(params)
+
+
+def _hinted(fake: Any) -> Any:
+    """A fake value of the sizes that are hinted where they are symbolic: no guard comes of asking it."""
+    if all(fixed(n) is not None for n in fake.shape):
+        return fake
+    sizes, strides = map(hint_of, fake.shape), map(hint_of, fake.stride())
+    with fake.fake_mode:
+        made = torch.empty_strided(
+            tuple(sizes), tuple(strides), dtype=fake.dtype, device=fake.device
+        )
+    return made.requires_grad_(fake.requires_grad)
 
 
 # ---- epilogues of products -----------------------------------------------------------------------
