@@ -210,7 +210,7 @@ def takes_groups(
         return True
     if not torch.cuda.is_available():
         return False
-    given = [None if t is None else _hinted(t) for t in (q, k, v, mask)]
+    given: list[Any] = [None if t is None else _hinted(t) for t in (q, k, v, mask)]
     params = torch.backends.cuda.SDPAParams(*given, dropout, causal, True)
     return torch.backends.cuda.can_use_cudnn_attention(params)
 
