@@ -211,7 +211,7 @@ def takes_groups(
     if not torch.cuda.is_available():
         return False
     given: list[Any] = [None if t is None else _hinted(t) for t in (q, k, v, mask)]
-    params = torch.backends.cuda.SDPAParams(*given, dropout, causal, True)
+    params = torch.backends.cuda.SDPAParams(*given, dropout, causal, True)  # type: ignore[call-arg]
     return torch.backends.cuda.can_use_cudnn_attention(params)
 
 
