@@ -8,7 +8,6 @@ refuses it as it is.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -35,9 +34,8 @@ class SDPAGradient(Kernel):
     @classmethod
     def entry_for(cls, call: CallSpec) -> Entry:
         entry = cls.forward.entry_for(call)
-        return Entry(
-            (*entry.identity, "gradient"), entry.build, functools.partial(_bind, entry.bind)
-        )
+        bind = functools.partial(_bind, entry)
+        return Entry((*entry.identity, "gradient"), entry.build, bind)
 
 
 class SDPAGradientOnCPU(SDPAGradient):
@@ -47,8 +45,8 @@ class SDPAGradientOnCPU(SDPAGradient):
     forward = SDPAOnCPU
 
 
-def _bind(forward: Callable[..., Run], artifact: Any, call: CallSpec) -> Run:
-    run = forward(artifact, call)
+def _bind(forward: Entry, artifact: Any, call: CallSpec) -> Run:
+    run = artifact if forward.bind is None else forward.bind(artifact, call)
     wanted = tuple(bool(getattr(call.params, f"wants_{name}")) for name in INPUTS)
     if call.spec("q").numel == 0:
         return _nothing(call, wanted)
@@ -67,10 +65,10 @@ def _bind(forward: Callable[..., Run], artifact: Any, call: CallSpec) -> Run:
 
 def _nothing(call: CallSpec, wanted: tuple[bool, ...]) -> Run:
     """No query has elements."""
-    specs = [call.spec(n) if wish else None for n, wish in zip(INPUTS, wanted, strict=True)]
+    shapes = [call.spec(n).shape if wish else None for n, wish in zip(INPUTS, wanted, strict=True)]
 
-    def gradient(*_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        zeros = (s and torch.zeros(s.shape, dtype=s.dtype, device=s.device) for s in specs)
+    def gradient(grad_o: torch.Tensor, *_: torch.Tensor | None) -> tuple[Any, ...]:
+        zeros = [None if shape is None else grad_o.new_zeros(shape) for shape in shapes]
         return (*zeros, None)
 
     return gradient
