@@ -77,9 +77,10 @@ def test_blocks_of_queries(monkeypatch):
     from tileops.attention.kernels import gqa_dense
 
     monkeypatch.setattr(gqa_dense, "BLOCK", 7)
-    op = GQADenseBwdOp(window_size_left=16, window_size_right=2)
-    check(op, tensors(s_q=24, s_kv=18, heads=2, kv_heads=1))
-    assert op.last_call.kernel == LIBRARY
+    op = GQADenseBwdOp(window_size_left=15, window_size_right=2)
+    for s_q, s_kv in ((24, 40), (40, 18)):  # the first keys are hidden, the first queries see none
+        check(op, tensors(s_q=s_q, s_kv=s_kv, heads=2, kv_heads=1))
+        assert op.last_call.kernel == LIBRARY
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -233,22 +234,37 @@ def test_second_derivatives(s_kv):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-4)
 
 
+class Looking(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
 def test_wherever_the_caller_is():
     """In inference mode, where autograd records nothing, and below the dispatcher's autograd."""
     op, made = GQADenseBwdOp(is_causal=True), tensors(s_q=17, s_kv=17)
     wanted = op(**made)
     assert op.last_call.kernel == LIBRARY
     with torch.inference_mode():
-        ours = op(**{n: t.clone() for n, t in made.items()})
+        found = [op(**{n: t.clone() for n, t in made.items()})]
     with torch.no_grad(), poisoned():
-        others = op(**made)
+        found.append(op(**made))
+    with Looking():
+        found.append(op(**made))
     with torch._C._AutoDispatchBelowAutograd():
-        below = op._call_boundary(**made, rope_cos=None, rope_sin=None, sinks=None)
-    for found in (ours, others, below):
-        assert all(same_bits(a, b) for a, b in zip(found, wanted, strict=True))
-    for result in wanted[:3]:
+        found.append(op._call_boundary(**made, rope_cos=None, rope_sin=None, sinks=None))
+    grad_o, *inputs = made.values()
+    found.append(torch.func.vjp(GQADenseFwdOp(is_causal=True), *inputs)[1](grad_o))
+    for results in found:
+        for ours, theirs in zip(results, wanted, strict=False):
+            assert same_bits(ours, theirs)
+
+
+def test_a_gradient_may_be_written():
+    with torch.no_grad():
+        found = GQADenseBwdOp()(**tensors(s_kv=17))
+    for result in found[:3]:
         assert not result.requires_grad
-        result.add_(1)  # no view that was made under no_grad
+        result.mul_(torch.ones((), requires_grad=True))  # which a view made under no_grad refuses
 
 
 @pytest.mark.parametrize("s_kv", [5, 19])

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from tileops.engine.boundary.gate import as_at_the_top
-
 __all__ = ["pulled"]
 
 
@@ -22,7 +20,8 @@ def pulled(
 
     By torch's autograd, wherever the dispatcher is and whatever mode the caller is in.
     """
-    with as_at_the_top(), torch.inference_mode(False), torch.enable_grad():
+    # Leaving inference mode also goes back above the dispatcher's autograd, where a kernel may be below.
+    with torch.inference_mode(False), torch.enable_grad():
         # Of what inference mode made, autograd saves copies alone.
         inputs = [t.clone() if t.is_inference() else t.detach() for t in inputs]
         grad = grad.clone() if grad.is_inference() else grad
