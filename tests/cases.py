@@ -123,13 +123,21 @@ def _positive(*names: str) -> Any:
     return fill
 
 
+def _angles(made: WorkloadCall) -> None:
+    cos, sin = made.inputs["rope_cos"], made.inputs["rope_sin"]
+    if cos is not None and sin is not None:
+        sin.copy_(cos.sin())
+        cos.cos_()
+
+
 _FILL: dict[str, Any] = {
     "BatchNormFwdOp": _positive("running_var"),
     "InstanceNormFwdOp": _positive("running_var"),
+    "GQADenseBwdOp": _angles,
     "GQADenseFwdOp": _positive("q_scale", "k_scale", "v_scale"),
     "PagedKVCacheWriteFwdOp": _positive("k_scale", "v_scale"),
 }
-"""What a normal distribution gives wrong: a variance, a scale."""
+"""What a normal distribution gives wrong: a variance, a scale, tables that stretch where they should turn."""
 
 
 def float32_calls(name: str, seed: int, most: int = 96) -> list[WorkloadCall]:
