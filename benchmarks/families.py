@@ -9,7 +9,7 @@ Inputs are rotated so that they come from memory; contenders take turns (``timin
 checked against the op's definition in float64. ``torch`` is the entry's ``reference`` where that can be
 called, else the definition run through ATen. A rival that fails, is wrong or cannot be captured is dropped,
 with a line that says so. First ``--processes`` processes compile everything into the caches on disk;
-``--seconds`` bounds a run, and what it did not reach is listed. ``--filed-sets`` rotates as the filed figures
+``--seconds`` bounds a run; what it did not reach is listed. ``--filed-sets`` rotates as the filed figures
 did, over up to 8 sets of 128 MB together: some of them then come from the L2 cache, torch's too. A line of
 ``--rivals`` is ``{"op", "label", "peer": {"kernel_us"}, "torch": {"kernel_us"}}``.
 """
