@@ -363,7 +363,7 @@ class _Emitter:
             shown += "".join(f", {n}_passed={n} is not None" for n in sorted(rule.require.presence))
             blame = rule.argument or self._blame(rule.require)
             met = f"_holds({self.source(rule.require)})"
-            if "bcast(" in rule.require.text:  # shapes that do not broadcast do not meet it
+            if rule.require.calls_of("bcast"):  # shapes that do not broadcast do not meet it
                 self.emit("try:")
                 self.emit(f"    _met = {met}")
                 self.emit("except ValueError:")
@@ -385,7 +385,7 @@ class _Emitter:
 
     def broadcast_checks(self) -> None:
         for output in self.entry.outputs:
-            if "bcast(" not in output.shape.text:
+            if not output.shape.calls_of("bcast"):
                 continue
             names = [i.name for i in self.entry.inputs]
             shapes = " and ".join(
@@ -404,7 +404,7 @@ class _Emitter:
         parts = []
         for output in self.entry.outputs:
             self._derive(output.shape.names)
-            if "bcast(" in output.shape.text:
+            if output.shape.calls_of("bcast"):
                 shape = f"out_{output.name}"
             else:
                 shape = f"tuple({self.source(output.shape)})"
