@@ -38,7 +38,15 @@ def hold_round(folder: Path, victim: int, ended: dict[int, int]) -> None:
 
 @pytest.mark.parametrize("rounds", [2, pytest.param(50, marks=pytest.mark.slow)])
 def test_one_of_eight_writers_is_killed(tmp_path, rounds, seed):
-    command = [sys.executable, "-m", "tests.cache_race", str(tmp_path), str(seed), str(rounds), *KEYS]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.cache_race",
+        str(tmp_path),
+        str(seed),
+        str(rounds),
+        *KEYS,
+    ]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
