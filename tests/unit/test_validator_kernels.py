@@ -182,7 +182,9 @@ def with_kernels(package, interface: str) -> Path:
 
 
 def test_sound_kernels(package):
-    manifest = with_kernels(package, "cuda=('ks:Special', 'ks:General', 'ks:Tuned'), cpu=('ks:Host',)")
+    manifest = with_kernels(
+        package, "cuda=('ks:Special', 'ks:General', 'ks:Tuned'), cpu=('ks:Host',)"
+    )
     report = check(manifests=[manifest])
     assert (report.faults, report.notes) == ([], [])
 

@@ -15,17 +15,16 @@ from typing import Any, NoReturn
 import torch
 
 from tileops.engine.errors import ManifestError
-from tileops.engine.manifest.entry import Entry, Input, Rule
+from tileops.engine.manifest.entry import Entry, Input
 from tileops.engine.manifest.expr import DTYPES, Expr
+from tileops.engine.signature.construction import settled_at_construction
 from tileops.engine.signature.patterns import is_call, multiple_of, sum_of
-from tileops.engine.signature.runtime import DTYPE_VALUES, HELPERS, fail_rule
+from tileops.engine.signature.runtime import HELPERS
 from tileops.engine.signature.source import compile_source
 
 __all__ = [
-    "make_constructor_check",
     "make_signature",
     "presence_lines",
-    "settled_at_construction",
     "signature_source",
 ]
 
@@ -478,26 +477,6 @@ def make_signature(entry: Entry, suffix: str = "") -> Callable[..., Any]:
     filename = f"tileops_generated/{entry.family}/{_snake(entry.name)}_signature{suffix}.py"
     function: Callable[..., Any] = compile_source(source, filename, namespace)["signature"]
     return function
-
-
-def settled_at_construction(entry: Entry, rule: Rule) -> bool:
-    """Whether a rule is about parameters alone."""
-    return rule.require.names <= entry.shape_params | set(DTYPES) and not rule.require.presence
-
-
-def make_constructor_check(entry: Entry) -> Callable[[dict[str, Any]], None]:
-    """Checks the rules that only concern parameters; raises ``CheckError``."""
-    rules = [rule for rule in entry.rules if settled_at_construction(entry, rule)]
-
-    def check(params: dict[str, Any]) -> None:
-        env = {**DTYPE_VALUES, **params}
-        for rule in rules:
-            if not rule.require.evaluate(env):
-                shown = {name: params[name] for name in sorted(rule.require.names - set(DTYPES))}
-                blame = rule.argument or next(iter(shown), "the constructor")
-                fail_rule(entry.name, blame, rule.message, **shown)
-
-    return check
 
 
 def _snake(name: str) -> str:
