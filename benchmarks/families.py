@@ -46,8 +46,17 @@ DEVICE = "cuda"
 MOST_SETS = 16
 LARGE = 64 << 20
 """Bytes from which a share of the copy's speed is a claim about the kernel and not the launch."""
-ERROR = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""Most ‖y - y64‖ / ‖y64‖, by the result's dtype."""
+ERROR = {
+    torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2,
+    torch.float8_e4m3fn: 2e-3, torch.float8_e5m2: 4e-3, torch.int8: 1e-3,
+}  # fmt: skip
+"""Most ‖y - y64‖ / ‖y64‖, by the result's dtype; of integers, the share of elements that differ. Of what is
+quantised a few elements round the other way, since their scale is float32."""
+
+
+class WrongResultError(Exception):
+    """Ours is wrong."""
+
 
 Work = Callable[[WorkloadCall], Any]
 
@@ -142,7 +151,7 @@ def error_of(given: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def checked(call: WorkloadCall, works: dict[str, Work]) -> dict[str, float]:
-    """The error of each; a rival that cannot run or is wrong is dropped, ours ends the run."""
+    """The error of each; a rival that cannot run or is wrong is dropped; ours raises."""
     if type(call.op).decomposition is None:
         return {}
     wanted = exact(copied(call))
@@ -164,7 +173,7 @@ def checked(call: WorkloadCall, works: dict[str, Work]) -> dict[str, float]:
             continue  # it draws by a generator of its own
         if not errors[name] <= limit:
             if name == "tileops":
-                raise SystemExit(f"{call.op} is wrong: {errors[name]:.3g}, at most {limit}")
+                raise WrongResultError(f"{call.op} is wrong: {errors[name]:.3g}, at most {limit}")
             print(f"  {name} gives something else ({errors[name]:.2g})")
             del works[name]
     return errors
@@ -362,7 +371,7 @@ def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("families", nargs="*")
     parser.add_argument("--op", action="append", default=[], help="only these classes")
@@ -378,6 +387,11 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--commit", help="where this copy of the tree has no history")
     parser.add_argument("--out", type=Path)
+    return parser
+
+
+def main() -> None:
+    parser = _parser()
     arguments = parser.parse_args()
     known = families()
     if unknown := set(arguments.families) - known.keys():
@@ -388,7 +402,7 @@ def main() -> None:
         rivals = {(row["op"], row["label"]): row for row in map(json.loads, lines)}
     torch.manual_seed(0)
 
-    begin, results, left = time.monotonic(), [], []
+    begin, results, left, wrong = time.monotonic(), [], [], []
     cases = chosen(arguments.families or list(known), arguments.op)
     if arguments.processes:
         bound = arguments.seconds / 2 if math.isfinite(arguments.seconds) else None
@@ -399,11 +413,17 @@ def main() -> None:
         if time.monotonic() - begin > arguments.seconds:
             left.append(f"{op_class.__name__} {workload.label}")
             continue
-        result = measure(op_class, workload, arguments)
+        try:
+            result = measure(op_class, workload, arguments)
+        except WrongResultError as problem:
+            wrong.append(f"{workload.label}: {problem}")
+            print(wrong[-1], flush=True)
+            continue
         results.append({"family": case[0], **with_ratios(result, rivals)})
         print(shown(results[-1]), flush=True)
         torch.cuda.empty_cache()
     report: dict[str, Any] = {"facts": card, "summary": {}, "not reached": left, "results": results}
+    report |= {"wrong": wrong} if wrong else {}
     for family in dict.fromkeys(r["family"] for r in results):
         found = report["summary"][family] = summary([r for r in results if r["family"] == family])
         print(f"\n{family}: {json.dumps(found, indent=1)}")
@@ -413,6 +433,8 @@ def main() -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     print(f"\nwrote {out} after {time.monotonic() - begin:.0f} s")
+    if wrong:
+        raise SystemExit("\n".join(wrong))
 
 
 if __name__ == "__main__":
