@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from tests.fusion.test_grouped import by_expand, heads, meaning, visible
 from tileops.backend.tolerances import compare
-from tileops.fusion import last_report
+from tileops.fusion import backend, last_report
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,14 +31,15 @@ def test_nothing_is_copied(dtype, queries, training, dynamic):
         heads(8, 1024, width=128, dtype=dtype).cuda().requires_grad_(training) for _ in range(2)
     )
     mask = visible(queries, 1024).cuda()
-    run = torch.compile(attention, backend="tileops", fullgraph=True, dynamic=dynamic)
+    run = torch.compile(attention, backend=backend, fullgraph=True, dynamic=dynamic)
     result = run(q, k, v, mask)
     report = last_report()
     takes = torch.backends.cuda.can_use_cudnn_attention(
         torch.backends.cuda.SDPAParams(q, k, v, mask, 0.0, False, True)
     )
     assert takes == (torch.cuda.get_device_capability() >= (9, 0))
-    assert [event.kind for event in report.events] == ["substituted" if takes else "declined"]
+    assert report.events[-1].data["op"] == "scaled_dot_product_attention"
+    assert report.events[-1].kind == ("substituted" if takes else "declined")
     exact = [t.detach().double().requires_grad_(training) for t in (q, k, v)]
     wanted = meaning(*exact, mask)
     found = compare(result.detach(), wanted.detach(), "template")
