@@ -35,6 +35,7 @@ from tileops.lib.activations_triton import (
     gelu_tanh_and_slope,
     inverse,
     logistic,
+    ratio,
     silu_and_slope,
 )
 
@@ -261,7 +262,10 @@ def sign(x):
 
 @triton.jit
 def reciprocal(x, NARROW: tl.constexpr):
-    return inverted(x.to(tl.float32), NARROW)
+    if x.dtype.is_floating():
+        return inverted(x, NARROW)
+    else:
+        return tl.where(x == 0, float("inf"), ratio(1.0, x.to(tl.float32)))
 
 
 @triton.jit

@@ -5,17 +5,18 @@ import triton.language as tl
 
 
 @triton.jit
-def _tile(rows, column_groups, column_tiles, GRAIN: tl.constexpr, ROWS: tl.constexpr,
-          COLUMNS: tl.constexpr):  # fmt: skip
+def _tile(rows, column_groups, GRAIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+          WHOLE: tl.constexpr):  # fmt: skip
     """Of this program: the first row and column, the row pitch of the output, offsets inside the tile
     in pitches of one and of two rows, and what lies inside."""
     columns = column_groups * GRAIN  # so that the compiler knows what divides a row
-    tile = tl.program_id(0)
-    first_row = (tile // column_tiles).to(tl.int64) * ROWS
-    first_column = (tile % column_tiles).to(tl.int64) * COLUMNS
+    first_row = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    first_row, first_column = first_row * ROWS, tl.program_id(0).to(tl.int64) * COLUMNS
     # 32 bits address the inside of a tile: it has one row, or its rows are shorter than a tile.
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
-    inside = (row < rows - first_row) & (column < columns - first_column)
+    inside = row < rows - first_row
+    if not WHOLE:
+        inside = inside & (column < columns - first_column)
     stride = columns.to(tl.int32)
     narrow, wide = row * stride + column, row * (2 * stride) + column
     to, at = first_row * columns + first_column, first_row * (2 * columns) + first_column
@@ -23,11 +24,9 @@ def _tile(rows, column_groups, column_tiles, GRAIN: tl.constexpr, ROWS: tl.const
 
 
 @triton.jit
-def gated(input, output, rows, column_groups, column_tiles, ACTIVATION: tl.constexpr, NARROW: tl.constexpr,
-          GRAIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    to, at, columns, narrow, wide, inside = _tile(
-        rows, column_groups, column_tiles, GRAIN, ROWS, COLUMNS
-    )
+def gated(input, output, rows, column_groups, ACTIVATION: tl.constexpr, NARROW: tl.constexpr,
+          GRAIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+    to, at, columns, narrow, wide, inside = _tile(rows, column_groups, GRAIN, ROWS, COLUMNS, WHOLE)
     gate = tl.load(input + at + wide, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(input + at + columns + wide, mask=inside, other=0.0).to(tl.float32)
     value, _ = ACTIVATION(gate, NARROW)
@@ -35,12 +34,10 @@ def gated(input, output, rows, column_groups, column_tiles, ACTIVATION: tl.const
 
 
 @triton.jit
-def gated_backward(grad_output, input, grad_input, rows, column_groups, column_tiles,
-                   ACTIVATION: tl.constexpr, NARROW: tl.constexpr, GRAIN: tl.constexpr, ROWS: tl.constexpr,
-                   COLUMNS: tl.constexpr):  # fmt: skip
-    to, at, columns, narrow, wide, inside = _tile(
-        rows, column_groups, column_tiles, GRAIN, ROWS, COLUMNS
-    )
+def gated_backward(grad_output, input, grad_input, rows, column_groups, ACTIVATION: tl.constexpr,
+                   NARROW: tl.constexpr, GRAIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+                   WHOLE: tl.constexpr):  # fmt: skip
+    to, at, columns, narrow, wide, inside = _tile(rows, column_groups, GRAIN, ROWS, COLUMNS, WHOLE)
     grad = tl.load(grad_output + to + narrow, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(input + at + wide, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(input + at + columns + wide, mask=inside, other=0.0).to(tl.float32)

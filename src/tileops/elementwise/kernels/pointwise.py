@@ -140,7 +140,7 @@ def _build(
     cls: type[Pointwise],
     call: CallSpec,
     kernel: str,
-    numbers: dict[str, str | int],
+    numbers: dict[str, str | int | None],
     constants: dict[str, object],
     warps: int,
     steps: Sequence[int],
@@ -191,8 +191,8 @@ def _flat(
     steps = [stride[0] if stride else 1 for stride in strides]
     # Two elements for each thread.
     constants = {"STEPS": (*steps, 0, 0)[:3], "BLOCK": block, "TAIL": min(block, 64 * warps)}
-    build = _build(cls, call, "flat", {"n": "i64"}, constants, warps, steps)
-    return build, (cdiv(count, block), (count, *_scalars(cls, call)))
+    build = _build(cls, call, "flat", {"n": "i64", "whole": "i32"}, constants, warps, steps)
+    return build, (cdiv(count, block), (count, count // block, *_scalars(cls, call)))
 
 
 def _width(columns: int, most: int) -> int:
@@ -232,7 +232,9 @@ def _broadcasting(
             given[f"{name}{d}"] = step // grain if stride[-1] else step
     strided = [f"{name}{d}" for name in "abc" for d in range(OUTER)]
     names = ("rows", "groups", "column_tiles", "row_tiles", "n0", "n1", *strided)
-    numbers: dict[str, str | int] = {name: kind if given.get(name) else 0 for name in names}
+    numbers: dict[str, str | int | None] = {name: kind if given.get(name) else 0 for name in names}
+    if column_tiles == 1:
+        numbers["column_tiles"] = None
     steps = [stride[-1] for stride in strides]
     constants = {
         "STEPS": (*steps, 0, 0)[:3], "MOVES": (*moves, False, False)[:3], "OUTER": len(outer),

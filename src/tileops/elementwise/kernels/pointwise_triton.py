@@ -46,14 +46,15 @@ def _flat_tile(a, b, c, y, first, n, p, q, r, EXPRESSION: tl.constexpr, TENSORS:
 
 
 @triton.jit
-def flat(a, b, c, y, n, p, q, r, EXPRESSION: tl.constexpr, TENSORS: tl.constexpr,
+def flat(a, b, c, y, n, whole, p, q, r, EXPRESSION: tl.constexpr, TENSORS: tl.constexpr,
          SCALARS: tl.constexpr, CARE: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
          TAIL: tl.constexpr):  # fmt: skip
-    """Every tensor is as long as ``y``, or one element long (its step is 0)."""
+    """Every tensor is as long as ``y``, or one element long (its step is 0). ``whole``: tiles without an
+    end in them."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     # Whole tiles take no mask: with one, n's divisibility would decide the vector width. The last
     # tile goes in small steps, so that the masked half of the code asks for few registers.
-    if start + BLOCK <= n:
+    if tl.program_id(0) < whole:
         _flat_tile(
             a, b, c, y, start, n, p, q, r, EXPRESSION, TENSORS, SCALARS, CARE, STEPS, BLOCK, True
         )
@@ -108,7 +109,10 @@ def broadcasting(a, b, c, y, rows, groups, column_tiles, row_tiles, n0, n1, a0, 
     tile = tl.program_id(0)
     if WIDE:
         tile = tile.to(tl.int64)
-    tile, column_tile = _split(tile, column_tiles)
+    if column_tiles is None:  # one
+        column_tile = 0
+    else:
+        tile, column_tile = _split(tile, column_tiles)
     first_column = column_tile * COLUMNS
     down, place = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
     if TILED:

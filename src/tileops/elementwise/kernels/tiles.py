@@ -21,6 +21,9 @@ RESIDENT = 2048
 class Tiled(Kernel):
     """A kernel whose machine code is made for tiles of some size."""
 
+    few = FEW
+    """Of a call that does not fill the card."""
+
     @classmethod
     def itemsize(cls, call: CallSpec) -> int:
         """Bytes of an element of the widest tensor as long as the output."""
@@ -31,10 +34,10 @@ class Tiled(Kernel):
         """The size by default: a call that does not fill the card waits for the work of one thread, so
         there that is little, where all its threads can run at once."""
         (output,) = call.outputs.values()
-        elements, warps = FEW
+        elements, warps = cls.few
         assert output is not None
         if output.numel * 32 * warps <= elements * RESIDENT * call.device.multiprocessors:
-            return FEW
+            return cls.few
         return BYTES // cls.itemsize(call), 4
 
     @classmethod
@@ -49,6 +52,6 @@ class Tiled(Kernel):
     @classmethod
     def candidates(cls, call: CallSpec) -> list[Entry]:
         one, default = BYTES // cls.itemsize(call), cls.tile(call)
-        others = ((one, 4), (2 * one, 4), (2 * one, 8), (4 * one, 8), (one, 2), FEW)
+        others = ((one, 4), (2 * one, 4), (2 * one, 8), (4 * one, 8), (one, 2), cls.few)
         tiles = [default, *(tile for tile in others if tile != default)]
         return [cls.entry_of(call, tile) for tile in tiles]
