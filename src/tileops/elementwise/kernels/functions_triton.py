@@ -155,44 +155,31 @@ def floordivide(x, y):
 
 
 @triton.jit
-def remainder(x, y):
-    """``x - floor(x / y) * y``, exactly, with the sign of ``y``."""
+def _remainder(x, y):
+    """With the sign of ``x`` or of ``y``, and where it is exact."""
     approximate, _, rest = _nearest(x, y)
-    rest = tl.where(rest == 0.0, x * 0.0, rest)  # a zero has the sign of x
-    known = tl.abs(approximate) < 1048576.0
-    if tl.min(known.to(tl.int32)) == 0:
-        # The library's function takes subnormal numbers for 0.
-        least = tl.maximum(tl.abs(y), 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL)
-        divisor = tl.where(y == 0.0, y, least)
-        rest = tl.where(known, rest, libdevice.fmod(x, divisor))
+    return tl.where(rest == 0.0, x * 0.0, rest), tl.abs(approximate) < 1048576.0
+
+
+@triton.jit
+def _towards(rest, y):
     return tl.where(narrow.signed(rest, y) < 0.0, rest + y, rest)
 
 
 @triton.jit
-def _exact_wave(x, COSINE: tl.constexpr):
-    return tl.cos(x) if COSINE else tl.sin(x)
+def remainder(x, y):
+    """``x - floor(x / y) * y``, exactly, with the sign of ``y``."""
+    rest, known = _remainder(x, y)
+    # The library's function takes subnormal numbers for 0.
+    least = tl.maximum(tl.abs(y), 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL)
+    divisor = tl.where(y == 0.0, y, least)
+    return _towards(tl.where(known, rest, libdevice.fmod(tl.where(known, 0.0, x), divisor)), y)
 
 
 @triton.jit
-def _wave(x, COSINE: tl.constexpr, NARROW: tl.constexpr):
-    if NARROW:
-        result = narrow.cos(x) if COSINE else narrow.sin(x)
-        known = tl.abs(x) < 131072.0
-        if tl.min(known.to(tl.int32)) == 0:
-            result = tl.where(known, result, _exact_wave(x, COSINE))
-        return result
-    else:
-        return _exact_wave(x, COSINE)
-
-
-@triton.jit
-def sin(x, NARROW: tl.constexpr):
-    return _wave(x, False, NARROW)
-
-
-@triton.jit
-def cos(x, NARROW: tl.constexpr):
-    return _wave(x, True, NARROW)
+def usual_remainder(x, y):
+    rest, known = _remainder(x, y)
+    return _towards(rest, y), known
 
 
 @triton.jit

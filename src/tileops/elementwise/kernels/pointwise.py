@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from tileops.authoring import CallSpec, Entry, Run, TensorSpec
-from tileops.elementwise.kernels.expressions import care_of, expression_of
+from tileops.elementwise.kernels.expressions import care_of, expression_of, usual_of
 from tileops.elementwise.kernels.tiles import Tile, Tiled
 from tileops.lib.launch import (
     DeviceFunction,
@@ -190,7 +190,10 @@ def _flat(
     count, (block, warps) = _output(call).numel, tile
     steps = [stride[0] if stride else 1 for stride in strides]
     # Two elements for each thread.
-    constants = {"STEPS": (*steps, 0, 0)[:3], "BLOCK": block, "TAIL": min(block, 64 * warps)}
+    usual = usual_of(cls.expression(call), _output(call).dtype.itemsize < 4)
+    constants = {
+        "STEPS": (*steps, 0, 0)[:3], "BLOCK": block, "TAIL": min(block, 64 * warps), "USUAL": usual,
+    }  # fmt: skip
     build = _build(cls, call, "flat", {"n": "i64", "whole": "i32"}, constants, warps, steps)
     return build, (cdiv(count, block), (count, count // block, *_scalars(cls, call)))
 
