@@ -27,7 +27,7 @@ DEVICE = f"{__name__}_triton"
 SIZES = {
     # Pairs of features rotated at a time and warps, the default first.
     "heads": ((512, 2), (1024, 2), (1024, 4), (512, 4)),
-    "tokens": ((512, 4), (512, 2), (1024, 4)),
+    "tokens": ((512, 2), (512, 4), (1024, 4)),
     # With more warps each thread takes the sines of its own pairs, instead of being told them.
     "tokens of several heads": ((512, 1), (512, 2), (1024, 2), (1024, 4)),
 }
