@@ -57,9 +57,11 @@ def test_numbers_of_every_size(op):
 def test_slopes_at_every_number_of_16_bits(op, dtype):
     gate = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     # Triton's interpreter converts the bfloat16 below 2**-126 wrongly.
-    gate = torch.where(gate.isfinite() & (gate.abs() >= 2.0**-126), gate, 1)
-    ones = torch.ones_like(gate)
-    check_kernel(op, {"grad_output": ones, "input": torch.cat((gate, ones))})
+    gate = gate[gate.isfinite() & (gate.abs() >= 2.0**-126)]
+    # Those around the zero of GELU's slope by themselves: large ones allow errors beside them.
+    for some in (gate, gate[(gate < 0) & (gate > -2)]):
+        ones = torch.ones_like(some)
+        check_kernel(op, {"grad_output": ones, "input": torch.cat((some, ones))})
 
 
 @pytest.mark.parametrize("candidate", range(5))
