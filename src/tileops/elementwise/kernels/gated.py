@@ -47,6 +47,7 @@ class Gated(Tiled):
     def build(cls, call: CallSpec, tile: Tile) -> TritonBuild:
         """The kernel whose program has ``tile`` gates, each with what it multiplies."""
         spec, columns = call.spec("input"), call.spec("input").shape[-1] // 2
+        rows = math.prod(spec.shape[:-1])
         elements, warps = tile
         width = min(next_power_of_2(max(columns, 1)), elements)
         return TritonBuild(
@@ -62,7 +63,8 @@ class Gated(Tiled):
                 ("GRAIN", math.gcd(columns, 16) or 16),
                 ("ROWS", elements // width),
                 ("COLUMNS", width),
-                ("WHOLE", columns % width == 0),
+                # A tile is part of one row, rows are of whole tiles, and one axis of the grid numbers them.
+                ("WHOLE", width == elements and columns % width == 0 and rows <= MOST),
             ),
             num_warps=warps,
             aligned=tuple(

@@ -14,7 +14,7 @@ import torch
 
 from tileops.authoring import CallSpec, Entry, Run, TensorSpec
 from tileops.elementwise.kernels.expressions import care_of, expression_of, usual_of
-from tileops.elementwise.kernels.tiles import Tile, Tiled
+from tileops.elementwise.kernels.tiles import BYTES, Tile, Tiled
 from tileops.lib.launch import (
     DeviceFunction,
     Launcher,
@@ -25,7 +25,7 @@ from tileops.lib.launch import (
     pointer_to,
 )
 
-__all__ = ["ClampScalar", "NanToNum", "PReLU", "Pointwise", "Round", "collapsed"]
+__all__ = ["ClampScalar", "NanToNum", "PReLU", "Pointwise", "Pow", "Round", "collapsed"]
 
 DEVICE = f"{__name__}_triton"
 
@@ -101,6 +101,15 @@ class Pointwise(Tiled):
     @classmethod
     def itemsize(cls, call: CallSpec) -> int:
         return max(spec.dtype.itemsize for spec in (*cls.long(call), _output(call)))
+
+    @classmethod
+    def tile(cls, call: CallSpec) -> Tile:
+        """Where rows broadcast, those of four bytes and more are found once for twice as many elements."""
+        elements, warps = super().tile(call)
+        if (elements, warps) == cls.few or not cls.long(call):
+            return elements, warps
+        axes = len(collapsed(_output(call).shape, cls.shapes(call))[0])
+        return (2 * elements if axes > 1 and elements < 1024 else elements), warps
 
     @classmethod
     def long(cls, call: CallSpec) -> list[TensorSpec]:
@@ -309,6 +318,12 @@ class Round(Pointwise):
             return ()
         power = ctypes.c_float(10.0 ** abs(call.params.decimals)).value
         return power, 1 / power
+
+
+class Pow(Pointwise):
+    """Bound by instructions, so those around them are shared by more elements."""
+
+    bytes = 2 * BYTES
 
 
 class PReLU(Pointwise):

@@ -23,6 +23,7 @@ class Tiled(Kernel):
 
     few = FEW
     """Of a call that does not fill the card."""
+    bytes = BYTES
 
     @classmethod
     def itemsize(cls, call: CallSpec) -> int:
@@ -34,11 +35,11 @@ class Tiled(Kernel):
         """The size by default: a call that does not fill the card waits for the work of one thread, so
         there that is little, where all its threads can run at once."""
         (output,) = call.outputs.values()
-        elements, warps = cls.few
+        elements, warps = FEW
         assert output is not None
         if output.numel * 32 * warps <= elements * RESIDENT * call.device.multiprocessors:
             return cls.few
-        return BYTES // cls.itemsize(call), 4
+        return cls.bytes // cls.itemsize(call), 4
 
     @classmethod
     def entry_of(cls, call: CallSpec, tile: Tile) -> Entry:
@@ -51,7 +52,7 @@ class Tiled(Kernel):
 
     @classmethod
     def candidates(cls, call: CallSpec) -> list[Entry]:
-        one, default = BYTES // cls.itemsize(call), cls.tile(call)
+        one, default = cls.bytes // cls.itemsize(call), cls.tile(call)
         others = ((one, 4), (2 * one, 4), (2 * one, 8), (4 * one, 8), (one, 2), cls.few)
         tiles = [default, *(tile for tile in others if tile != default)]
         return [cls.entry_of(call, tile) for tile in tiles]

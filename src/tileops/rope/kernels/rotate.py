@@ -26,8 +26,10 @@ DEVICE = f"{__name__}_triton"
 
 SIZES = {
     # Pairs of features rotated at a time and warps, the default first.
-    "heads": ((512, 2), (1024, 2), (1024, 4), (512, 4)),
-    "tokens": ((512, 2), (512, 4), (1024, 4)),
+    "heads": ((1024, 4), (512, 2), (1024, 2), (512, 4)),
+    # Of which a part of the threads has nothing to do.
+    "heads of no power of two": ((512, 2), (1024, 4), (1024, 2), (512, 4)),
+    "tokens": ((1024, 4), (512, 4), (512, 2)),
     # With more warps each thread takes the sines of its own pairs, instead of being told them.
     "tokens of several heads": ((512, 1), (512, 2), (1024, 2), (1024, 4)),
 }
@@ -71,8 +73,12 @@ class Rotate(Kernel):
 
     @classmethod
     def candidates(cls, call: CallSpec) -> list[Entry]:
-        kind = "tokens of several heads" if _shares(call) else "tokens"
-        sizes = SIZES[kind if _few_heads(call) else "heads"]
+        if _few_heads(call):
+            kind = "tokens of several heads" if _shares(call) else "tokens"
+        else:
+            half = _rotary(call) // 2
+            kind = "heads" if next_power_of_2(half) == half else "heads of no power of two"
+        sizes = SIZES[kind]
         return list({e.identity: e for e in (cls._entry(call, *size) for size in sizes)}.values())
 
     @classmethod
