@@ -400,12 +400,15 @@ def test_dropout_by_the_seed_of_torch():
 # ---- generators ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("multiprocessors", [1, 132])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_generators(dtype):
+def test_generators(dtype, multiprocessors):
     for length, heads in ((1, 1), (5, 8), (37, 12)):
-        check_kernel(AlibiFwdOp(seq_len=length, num_heads=heads, out_dtype=dtype), {})
+        op = AlibiFwdOp(seq_len=length, num_heads=heads, out_dtype=dtype)
+        check_kernel(op, {}, None, multiprocessors)
     for length, width in ((1, 2), (70, 10), (3, 8194)):
-        check_kernel(SinusoidalFwdOp(seq_len=length, d_model=width, out_dtype=dtype), {})
+        op = SinusoidalFwdOp(seq_len=length, d_model=width, out_dtype=dtype)
+        check_kernel(op, {}, None, multiprocessors)
 
 
 def test_sinusoidal_is_exact_at_far_positions():

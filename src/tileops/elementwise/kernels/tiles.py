@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tileops.authoring import CallSpec, Entry, Kernel
 
-__all__ = ["BYTES", "Tile", "Tiled"]
+__all__ = ["BYTES", "FEW", "Tile", "Tiled", "not_filling"]
 
 Tile = tuple[int, int]
 """Elements, and warps."""
@@ -16,6 +16,14 @@ FEW: Tile = (512, 8)
 """Two elements for each thread."""
 RESIDENT = 2048
 """Threads of one multiprocessor."""
+
+
+def not_filling(call: CallSpec) -> bool:
+    """Whether all threads of a call can run at once, if each has two elements."""
+    (output,) = call.outputs.values()
+    elements, warps = FEW
+    assert output is not None
+    return output.numel * 32 * warps <= elements * RESIDENT * call.device.multiprocessors
 
 
 class Tiled(Kernel):
@@ -33,11 +41,8 @@ class Tiled(Kernel):
     @classmethod
     def tile(cls, call: CallSpec) -> Tile:
         """The size by default: a call that does not fill the card waits for the work of one thread, so
-        there that is little, where all its threads can run at once."""
-        (output,) = call.outputs.values()
-        elements, warps = FEW
-        assert output is not None
-        if output.numel * 32 * warps <= elements * RESIDENT * call.device.multiprocessors:
+        there that is little."""
+        if not_filling(call):
             return cls.few
         return cls.bytes // cls.itemsize(call), 4
 
