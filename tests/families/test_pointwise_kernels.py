@@ -213,6 +213,22 @@ def test_remainders_of_quotients_of_any_size():
     check_kernel(RemainderFwdOp(), {"input": x[:, None], "other": y})
 
 
+@pytest.mark.parametrize("multiprocessors", [1, 132])
+def test_few_numbers_beyond_the_fast_functions(multiprocessors):
+    """One or none in a tile, whole or not, and a tile with nothing else."""
+    x, y = torch.randn(5000) * 9, torch.randn(5000)
+    y = torch.where(y.abs() < 1e-3, 1.0, y)
+    x[[3, 1500, 2500, 4999]] = torch.tensor([1e30, math.inf, math.nan, -7e20])
+    y[[7, 1500, 2501, 4998]] = torch.tensor([1e-30, 2.0, 0.0, -1e-7])
+    x[2048:3072] *= 1e9
+    inputs = {"input": x, "other": y}
+    result = check_kernel(RemainderFwdOp(), inputs, None, multiprocessors)
+    wanted = torch.remainder(x, y)  # exact but for the sum where signs differ
+    torch.testing.assert_close(result, wanted, rtol=1e-6, atol=0, equal_nan=True)
+    for op in (SinFwdOp(), CosFwdOp()):
+        check_kernel(op, {"input": x.bfloat16()}, None, multiprocessors)
+
+
 # ---- shapes ----------------------------------------------------------------------------------------
 
 
@@ -384,12 +400,15 @@ def test_dropout_by_the_seed_of_torch():
 # ---- generators ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("multiprocessors", [1, 132])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_generators(dtype):
+def test_generators(dtype, multiprocessors):
     for length, heads in ((1, 1), (5, 8), (37, 12)):
-        check_kernel(AlibiFwdOp(seq_len=length, num_heads=heads, out_dtype=dtype), {})
+        op = AlibiFwdOp(seq_len=length, num_heads=heads, out_dtype=dtype)
+        check_kernel(op, {}, None, multiprocessors)
     for length, width in ((1, 2), (70, 10), (3, 8194)):
-        check_kernel(SinusoidalFwdOp(seq_len=length, d_model=width, out_dtype=dtype), {})
+        op = SinusoidalFwdOp(seq_len=length, d_model=width, out_dtype=dtype)
+        check_kernel(op, {}, None, multiprocessors)
 
 
 def test_sinusoidal_is_exact_at_far_positions():

@@ -112,7 +112,7 @@ class RemainderFwdOp(Op):
 class PowFwdOp(Op):
     """``input ** exponent``. API: ``torch.pow``."""
 
-    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+    kernel = KernelInterface(cuda=("pointwise:Pow",))
 
     @staticmethod
     def decomposition(input: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:

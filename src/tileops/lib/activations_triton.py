@@ -9,7 +9,7 @@ import triton.language as tl
 
 __all__ = [
     "LN_2", "LOG2_E", "LOG2_E_REST", "exp", "exp2", "gelu_none_and_slope", "gelu_tanh_and_slope",
-    "instruction", "inverse", "logistic", "normal_cdf", "silu_and_slope",
+    "instruction", "inverse", "logistic", "ratio", "silu_and_slope",
 ]  # fmt: skip
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -38,6 +38,14 @@ def inverse(x):
 
 
 @triton.jit
+def ratio(x, y):
+    """``x / y``, nearly always rounded once, for sizes of ``y`` from 2**-126 to 2**126 and finite ``x``."""
+    approximate = inverse(y)
+    result = x * approximate
+    return tl.fma(tl.fma(result * -1.0, y, x), approximate, result)
+
+
+@triton.jit
 def exp(x, NARROW: tl.constexpr):
     """``e**x``; exactly, of ``x * log2(e)`` in two parts, since the rounding of a large one is seen."""
     if NARROW:
@@ -53,27 +61,8 @@ def exp(x, NARROW: tl.constexpr):
 @triton.jit
 def logistic(x, NARROW: tl.constexpr):
     """``1 / (1 + e**-x)``, also where that is below 2**-126."""
-    if NARROW:
-        quarter = tl.fma(exp2(x * -LOG2_E), 0.25, 0.25)
-        return inverse(quarter) * 0.25
-    else:
-        return 1.0 / (1.0 + exp(-x, False))
-
-
-@triton.jit
-def normal_cdf(x, NARROW: tl.constexpr):
-    """The narrow one is as exact, relative to it, far below 0."""
-    if NARROW:
-        t = inverse(tl.fma(tl.abs(x), 0.25, 1.0))
-        # cdf(-|x|) * e**(x**2 / 2): 2**-14.3
-        y = tl.fma(t, 0.24159290189835017, -0.10386987794067891)
-        y = tl.fma(y, t, 0.18038924318396288)
-        y = tl.fma(y, t, 0.08051898360578577)
-        y = tl.fma(y, t, 0.10134871437441648)
-        below = y * t * exp2(x * x * -0.7213475204444817)
-        return tl.where(x < 0.0, below, 1.0 - below)
-    else:
-        return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+    power = exp2(x * -LOG2_E) if NARROW else exp(-x, False)
+    return inverse(tl.fma(power, 0.25, 0.25)) * 0.25
 
 
 @triton.jit
@@ -85,9 +74,24 @@ def silu_and_slope(x, NARROW: tl.constexpr):
 
 @triton.jit
 def gelu_none_and_slope(x, NARROW: tl.constexpr):
-    # The two terms of the slope cancel near -0.75, where a narrow cdf would show.
-    slope = normal_cdf(x, False) + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
-    return x * normal_cdf(x, NARROW), slope
+    """As exact, relative to it, far below 0."""
+    if NARROW:
+        size = tl.abs(x)
+        t = inverse(tl.fma(size, 0.2, 1.0))
+        # cdf(-|x|) * e**(x**2 / 2): 2**-19.2, since the two terms of the slope cancel near -0.75
+        y = tl.fma(t, 0.2790939211845398, -0.38682493567466736)
+        y = tl.fma(y, t, 0.4469377100467682)
+        y = tl.fma(y, t, -0.12318501621484756)
+        y = tl.fma(y, t, 0.13253651559352875)
+        y = tl.fma(y, t, 0.07109225541353226)
+        y = tl.fma(y, t, 0.08035018295049667) * t
+        power = exp2(x * x * -0.7213475204444817)
+        below, slope = y * power, tl.fma(size, -0.3989422804014327, y) * power
+        cdf = tl.where(x < 0.0, below, 1.0 - below)
+        return x * cdf, tl.where(x < 0.0, slope, 1.0 - slope)
+    else:
+        cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        return x * cdf, cdf + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
 
 
 @triton.jit

@@ -5,14 +5,28 @@ from __future__ import annotations
 from tileops.authoring import CallSpec
 from tileops.lib.launch import DeviceFunction
 
-__all__ = ["CAREFUL", "care_of", "expression_of"]
+__all__ = ["CAREFUL", "USUAL", "care_of", "expression_of", "usual_of"]
 
 CAREFUL = frozenset({
-    "cos", "div", "elu", "erf", "exp", "expm1", "gelu_none", "gelu_tanh", "log", "log1p", "mish", "pow",
-    "reciprocal", "selu", "sigmoid", "silu", "sin", "softplus", "sqrt", "tanh",
+    "div", "elu", "erf", "exp", "expm1", "gelu_none", "gelu_tanh", "log", "log1p", "mish", "pow",
+    "reciprocal", "selu", "sigmoid", "silu", "softplus", "sqrt", "tanh",
 })  # fmt: skip
 """Expressions that take fewer instructions where 11 bits are enough, and so have a last argument that
 says whether they are. Exact in float32, they would take longer than their memory."""
+
+
+USUAL = frozenset({"remainder"})
+"""Expressions beside which stands one that takes fewer instructions and holds for all but a few numbers:
+``usual_remainder``."""
+USUAL_NARROW = USUAL | {"cos", "sin"}
+"""The same where 11 bits are enough."""
+
+
+def usual_of(expression: DeviceFunction, narrow: bool) -> DeviceFunction | None:
+    """What does for an expression nearly everywhere."""
+    module, _, name = expression.fn.rpartition(":")
+    known = name in (USUAL_NARROW if narrow else USUAL)
+    return DeviceFunction(f"{module}:usual_{name}") if known else None
 
 
 def care_of(expression: DeviceFunction, narrow: bool) -> tuple[bool, ...]:

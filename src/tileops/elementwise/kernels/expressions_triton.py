@@ -1,8 +1,9 @@
 """What elementwise ops compute, one device function for each, named as ``expressions.py`` says.
 
 Floating-point values come in float32, others in their own dtype; what is returned is rounded to the
-output's dtype. Those that ``expressions.CAREFUL`` names are told whether that is a narrow one. What
-torch's kernels give for NaN, infinities and zeros of both signs holds here too.
+output's dtype. Those that ``expressions.CAREFUL`` names are told whether that is a narrow one; those
+called usual return where they hold, too. What torch's kernels give for NaN, infinities and zeros of both
+signs holds here too.
 """
 
 # ruff: noqa: A001, A004  (an expression has the name of its op)
@@ -10,8 +11,8 @@ torch's kernels give for NaN, infinities and zeros of both signs holds here too.
 import triton
 import triton.language as tl
 
+from tileops.elementwise.kernels import narrow_triton as narrow
 from tileops.elementwise.kernels.functions_triton import (
-    cos,
     erf,
     expm1,
     floordivide,
@@ -25,9 +26,9 @@ from tileops.elementwise.kernels.functions_triton import (
     quotient_by,
     remainder,
     round_even,
-    sin,
     tanh,
     truncated,
+    usual_remainder,
 )
 from tileops.lib.activations_triton import (
     exp,
@@ -35,10 +36,11 @@ from tileops.lib.activations_triton import (
     gelu_tanh_and_slope,
     inverse,
     logistic,
+    ratio,
     silu_and_slope,
 )
 
-__all__ = ["cos", "erf", "floordivide", "log", "pow", "remainder", "sin", "tanh"]
+__all__ = ["erf", "floordivide", "log", "pow", "remainder", "tanh", "usual_remainder"]
 
 NANS: tl.constexpr = tl.constexpr(tl.PropagateNan.ALL)
 
@@ -261,7 +263,10 @@ def sign(x):
 
 @triton.jit
 def reciprocal(x, NARROW: tl.constexpr):
-    return inverted(x.to(tl.float32), NARROW)
+    if x.dtype.is_floating():
+        return inverted(x, NARROW)
+    else:
+        return tl.where(x == 0, float("inf"), ratio(1.0, x.to(tl.float32)))
 
 
 @triton.jit
@@ -277,6 +282,26 @@ def sqrt(x, NARROW: tl.constexpr):
         shifted, small = _normal(x)
         return tl.sqrt(shifted) * tl.where(small, 2.44140625e-4, 1.0)  # 2**-12
     return tl.sqrt_rn(x)
+
+
+@triton.jit
+def sin(x):
+    return tl.sin(x)
+
+
+@triton.jit
+def usual_sin(x):
+    return narrow.sin(x), tl.abs(x) < 131072.0
+
+
+@triton.jit
+def cos(x):
+    return tl.cos(x)
+
+
+@triton.jit
+def usual_cos(x):
+    return narrow.cos(x), tl.abs(x) < 131072.0
 
 
 @triton.jit

@@ -10,12 +10,19 @@ import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
 from tileops.elementwise.kernels import narrow_triton as narrow
-from tileops.lib.activations_triton import LN_2, LOG2_E, LOG2_E_REST, instruction
+from tileops.lib.activations_triton import (
+    LN_2,
+    LOG2_E,
+    LOG2_E_REST,
+    exp2,
+    instruction,
+    inverse,
+    ratio,
+)
 
 LN_2_HIGH: tl.constexpr = tl.constexpr(0.693145751953125)
 """ln(2) in 13 bits: its product with an exponent is exact."""
 LN_2_REST: tl.constexpr = tl.constexpr(1.4286068203094173e-06)
-TWO_TO_64: tl.constexpr = tl.constexpr(18446744073709551616.0)
 
 
 @triton.jit
@@ -105,8 +112,9 @@ def log1p(x, NARROW: tl.constexpr):
         return narrow.log1p(x)
     else:
         total = 1.0 + x
-        corrected = tl.log(total) * tl.div_rn(x, total - 1.0)
-        return tl.where((total == 1.0) | (x == float("inf")), x, corrected)
+        # Of a large one the correction is 1, and its inverse may be none.
+        corrected = tl.log(total) * tl.where(x < 16777216.0, ratio(x, total - 1.0), 1.0)
+        return tl.where(total == 1.0, x, corrected)
 
 
 @triton.jit
@@ -115,19 +123,30 @@ def tanh(x, NARROW: tl.constexpr):
         return narrow.tanh(x)
     else:
         grown = expm1(tl.minimum(2.0 * tl.abs(x), 40.0), False)
-        size = tl.div_rn(grown, grown + 2.0)
+        size = ratio(grown, grown + 2.0)
         return tl.where(x != x, x, tl.where(x < 0.0, -size, tl.where(x == 0.0, x, size)))
+
+
+@triton.jit
+def _nearest(x, y):
+    """Of ``x / y``, within 2**-22 of itself: it, the nearest integer, and exactly what that leaves of
+    ``x``, as far as the integer is below 2**20."""
+    # Both times a power of 2 that leaves y where it has an inverse; infinite and zero stay.
+    exponent = y.to(tl.int32, bitcast=True) & 0x7F800000
+    scale = tl.maximum(0x7E800000 - exponent, 0x00800000).to(tl.float32, bitcast=True)
+    approximate = (x * scale) * inverse(y * scale)
+    nearest = round_even(approximate)
+    # Of an infinite y too, all of x is left.
+    left = tl.where(nearest == 0.0, x, tl.fma(negated(nearest), y, x))
+    return approximate, nearest, left
 
 
 @triton.jit
 def floordivide(x, y):
     """``floor(x / y)`` of the exact quotient, as far as float32 has integers of its size."""
-    approximate = x / y
-    nearest = (approximate + narrow.ROUNDER) - narrow.ROUNDER
-    # On which side of the nearest integer the exact quotient lies, what is left tells: all of x where
-    # that integer is 0, also of an infinite y.
-    left = tl.where(nearest == 0.0, x, tl.fma(-nearest, y, x))
-    whole = tl.where((left != 0.0) & _signs_differ(left, y), nearest - 1.0, nearest)
+    approximate, nearest, left = _nearest(x, y)
+    # On which side of the nearest integer the exact quotient lies, what is left tells.
+    whole = tl.where(narrow.signed(left, y) < 0.0, nearest - 1.0, nearest)
     whole = tl.where(
         tl.abs(approximate) < 4194304.0, narrow.signed(tl.abs(whole), approximate), approximate
     )
@@ -136,45 +155,31 @@ def floordivide(x, y):
 
 
 @triton.jit
+def _remainder(x, y):
+    """With the sign of ``x`` or of ``y``, and where it is exact."""
+    approximate, _, rest = _nearest(x, y)
+    return tl.where(rest == 0.0, x * 0.0, rest), tl.abs(approximate) < 1048576.0
+
+
+@triton.jit
+def _towards(rest, y):
+    return tl.where(narrow.signed(rest, y) < 0.0, rest + y, rest)
+
+
+@triton.jit
 def remainder(x, y):
     """``x - floor(x / y) * y``, exactly, with the sign of ``y``."""
+    rest, known = _remainder(x, y)
     # The library's function takes subnormal numbers for 0.
     least = tl.maximum(tl.abs(y), 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL)
     divisor = tl.where(y == 0.0, y, least)
-    rest = tl.where(tl.abs(x) < divisor, x, libdevice.fmod(x, divisor))
-    return tl.where((rest != 0.0) & _signs_differ(rest, y), rest + y, rest)
+    return _towards(tl.where(known, rest, libdevice.fmod(tl.where(known, 0.0, x), divisor)), y)
 
 
 @triton.jit
-def _signs_differ(x, y):
-    return (x.to(tl.int32, bitcast=True) ^ y.to(tl.int32, bitcast=True)) < 0
-
-
-@triton.jit
-def _exact_wave(x, COSINE: tl.constexpr):
-    return tl.cos(x) if COSINE else tl.sin(x)
-
-
-@triton.jit
-def _wave(x, COSINE: tl.constexpr, NARROW: tl.constexpr):
-    if NARROW:
-        result = narrow.cos(x) if COSINE else narrow.sin(x)
-        known = tl.abs(x) < 131072.0
-        if tl.min(known.to(tl.int32)) == 0:
-            result = tl.where(known, result, _exact_wave(x, COSINE))
-        return result
-    else:
-        return _exact_wave(x, COSINE)
-
-
-@triton.jit
-def sin(x, NARROW: tl.constexpr):
-    return _wave(x, False, NARROW)
-
-
-@triton.jit
-def cos(x, NARROW: tl.constexpr):
-    return _wave(x, True, NARROW)
+def usual_remainder(x, y):
+    rest, known = _remainder(x, y)
+    return _towards(rest, y), known
 
 
 @triton.jit
@@ -202,7 +207,7 @@ def _is_one(x, y):
 def pow(x, y, NARROW: tl.constexpr):
     if NARROW:
         exponent = tl.where(_is_one(x, y), 0.0, y * log2(tl.abs(x), True))
-        return _signed_power(x, y, tl.exp2(exponent))
+        return _signed_power(x, y, exp2(exponent))
     else:
         return _exact_power(x, y)
 
@@ -217,29 +222,27 @@ def _exact_power(x, y):
     e = (bits - 0x3F3504F3) >> 23
     f = (bits - (e << 23)).to(tl.float32, bitcast=True) - 1.0
     e = tl.where(tiny, e - 24, e).to(tl.float32)
-    # log(m) is 2 * artanh(q) for q = (m - 1) / (m + 1); rest is what the quotient's rounding left out.
-    inverse = tl.div_rn(1.0, f + 2.0)
-    q = f * inverse
-    rest = inverse * tl.fma(-q, f, tl.fma(-2.0, q, f))
+    # log(m) is 2 * artanh(q) for q = (m - 1) / (m + 1); rest is what is left out of the quotient.
+    inverted = inverse(f + 2.0)
+    q = f * inverted
+    rest = inverted * tl.fma(negated(q), f, tl.fma(-2.0, q, f))
     s = q * q
     series = tl.fma(s, 1.0 / 9.0, 1.0 / 7.0)
     series = tl.fma(series, s, 0.2)
     series = tl.fma(series, s, 1.0 / 3.0)
-    double = 2.0 * q
-    high = double * LOG2_E
-    low = tl.fma(double, LOG2_E, -high) + double * LOG2_E_REST
-    low += 2.0 * LOG2_E * tl.fma(series, s * q, rest)
+    high = q * (2.0 * LOG2_E)
+    low = tl.fma(q, 2.0 * LOG2_E, negated(high))
+    low = tl.fma(q, 2.0 * LOG2_E_REST, low)
+    low = tl.fma(tl.fma(series, s * q, rest), 2.0 * LOG2_E, low)
     summed = e + high
     low += (e - summed) + high
     total = summed + low
     low = (summed - total) + low
+    # Of 0 and infinity.
     total = tl.where(size == 0.0, float("-inf"), tl.where(size < float("inf"), total, size))
     exponent = y * total
-    more = tl.fma(y, total, -exponent) + y * low
-    # Infinity cannot be corrected, nor a subnormal that is flushed: less or more by 2**64 until it is.
-    large, small = exponent > 64.0, exponent < -64.0
-    result = tl.exp2(exponent - tl.where(large, 64.0, tl.where(small, -64.0, 0.0)))
-    corrected = tl.fma(result, more * LN_2, result)
-    result = tl.where(tl.abs(exponent) < 160.0, corrected, result)
-    result *= tl.where(large, TWO_TO_64, tl.where(small, 1.0 / TWO_TO_64, 1.0))
+    more = tl.fma(y, low, tl.fma(y, total, negated(exponent)))
+    # Infinity cannot be corrected, nor what is flushed: the power of half the exponent is neither.
+    half = exp2(exponent * 0.5)
+    result = tl.where(tl.abs(exponent) < 160.0, tl.fma(half, more * LN_2, half), half) * half
     return _signed_power(x, y, tl.where(_is_one(x, y), 1.0, result))

@@ -22,6 +22,9 @@ __all__ = ["Gated", "GatedBackward"]
 
 DEVICE = f"{__name__}_triton"
 
+MOST = 65535
+"""Programs along a grid's second axis."""
+
 
 class Gated(Tiled):
     """Any number of rows and columns; computed in float32, rounded once."""
@@ -30,6 +33,7 @@ class Gated(Tiled):
     general = True
     device_function = "gated"
     op_ending = "AndMulFwdOp"
+    few = (512, 4)
     tensors: tuple[str, ...] = ("input", "output")
     """What the device function takes, outputs last."""
 
@@ -43,6 +47,7 @@ class Gated(Tiled):
     def build(cls, call: CallSpec, tile: Tile) -> TritonBuild:
         """The kernel whose program has ``tile`` gates, each with what it multiplies."""
         spec, columns = call.spec("input"), call.spec("input").shape[-1] // 2
+        rows = math.prod(spec.shape[:-1])
         elements, warps = tile
         width = min(next_power_of_2(max(columns, 1)), elements)
         return TritonBuild(
@@ -51,7 +56,6 @@ class Gated(Tiled):
                 *((name, pointer_to(spec.dtype)) for name in cls.tensors),
                 ("rows", "i64"),
                 ("column_groups", "i64"),
-                ("column_tiles", "i32"),
             ),
             constexprs=(
                 ("ACTIVATION", expression_of(call, without=cls.op_ending, more="and_slope")),
@@ -59,6 +63,8 @@ class Gated(Tiled):
                 ("GRAIN", math.gcd(columns, 16) or 16),
                 ("ROWS", elements // width),
                 ("COLUMNS", width),
+                # A tile is part of one row, rows are of whole tiles, and one axis of the grid numbers them.
+                ("WHOLE", width == elements and columns % width == 0 and rows <= MOST),
             ),
             num_warps=warps,
             aligned=tuple(
@@ -84,14 +90,15 @@ class Gated(Tiled):
     def _bind(cls, launcher: Launcher, call: CallSpec, grain: int, height: int, width: int) -> Run:
         spec, launch = call.spec("input"), launcher.on(call.device.index)
         rows, columns = math.prod(spec.shape[:-1]), spec.shape[-1] // 2
-        groups, column_tiles = columns // grain, cdiv(columns, width)
-        programs = cdiv(rows, height) * column_tiles
+        groups, tiles = columns // grain, cdiv(rows, height)
+        layers = cdiv(tiles, MOST) or 1
+        grid = (cdiv(columns, width), cdiv(tiles, layers), layers)
         fresh = output_of(call.spec(cls.tensors[-1]))
 
         def run(*inputs: torch.Tensor) -> torch.Tensor:
             y = fresh()
-            if programs:
-                launch(programs, 1, 1, *inputs, y, rows, groups, column_tiles)
+            if rows and columns:
+                launch(*grid, *inputs, y, rows, groups)
             return y
 
         return run

@@ -5,14 +5,15 @@ import triton.language as tl
 
 
 @triton.jit
-def _tile(rows, column_groups, column_tiles, GRAIN: tl.constexpr, ROWS: tl.constexpr,
-          COLUMNS: tl.constexpr):  # fmt: skip
-    """Of this program: the first row and column, the row pitch of the output, offsets inside the tile
-    in pitches of one and of two rows, and what lies inside."""
+def _tile(rows, column_groups, GRAIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+          WHOLE: tl.constexpr):  # fmt: skip
+    """Of this program: the row pitch of the output, where the tile begins in the output and in the input,
+    offsets inside it in pitches of one and of two rows, and what lies inside: all of it if WHOLE."""
     columns = column_groups * GRAIN  # so that the compiler knows what divides a row
-    tile = tl.program_id(0)
-    first_row = (tile // column_tiles).to(tl.int64) * ROWS
-    first_column = (tile % column_tiles).to(tl.int64) * COLUMNS
+    first_row = tl.program_id(1).to(tl.int64)
+    if not WHOLE:
+        first_row += tl.program_id(2).to(tl.int64) * tl.num_programs(1)
+    first_row, first_column = first_row * ROWS, tl.program_id(0).to(tl.int64) * COLUMNS
     # 32 bits address the inside of a tile: it has one row, or its rows are shorter than a tile.
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows - first_row) & (column < columns - first_column)
@@ -23,27 +24,37 @@ def _tile(rows, column_groups, column_tiles, GRAIN: tl.constexpr, ROWS: tl.const
 
 
 @triton.jit
-def gated(input, output, rows, column_groups, column_tiles, ACTIVATION: tl.constexpr, NARROW: tl.constexpr,
-          GRAIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    to, at, columns, narrow, wide, inside = _tile(
-        rows, column_groups, column_tiles, GRAIN, ROWS, COLUMNS
-    )
-    gate = tl.load(input + at + wide, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(input + at + columns + wide, mask=inside, other=0.0).to(tl.float32)
-    value, _ = ACTIVATION(gate, NARROW)
-    tl.store(output + to + narrow, value * up, mask=inside)
+def _load(pointers, inside, WHOLE: tl.constexpr):
+    values = tl.load(pointers) if WHOLE else tl.load(pointers, mask=inside, other=0.0)
+    return values.to(tl.float32)
 
 
 @triton.jit
-def gated_backward(grad_output, input, grad_input, rows, column_groups, column_tiles,
-                   ACTIVATION: tl.constexpr, NARROW: tl.constexpr, GRAIN: tl.constexpr, ROWS: tl.constexpr,
-                   COLUMNS: tl.constexpr):  # fmt: skip
-    to, at, columns, narrow, wide, inside = _tile(
-        rows, column_groups, column_tiles, GRAIN, ROWS, COLUMNS
-    )
-    grad = tl.load(grad_output + to + narrow, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(input + at + wide, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(input + at + columns + wide, mask=inside, other=0.0).to(tl.float32)
+def _store(pointers, values, inside, WHOLE: tl.constexpr):
+    if WHOLE:
+        tl.store(pointers, values)
+    else:
+        tl.store(pointers, values, mask=inside)
+
+
+@triton.jit
+def gated(input, output, rows, column_groups, ACTIVATION: tl.constexpr, NARROW: tl.constexpr,
+          GRAIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+    to, at, columns, narrow, wide, inside = _tile(rows, column_groups, GRAIN, ROWS, COLUMNS, WHOLE)
+    gate = _load(input + at + wide, inside, WHOLE)
+    up = _load(input + at + columns + wide, inside, WHOLE)
+    value, _ = ACTIVATION(gate, NARROW)
+    _store(output + to + narrow, value * up, inside, WHOLE)
+
+
+@triton.jit
+def gated_backward(grad_output, input, grad_input, rows, column_groups, ACTIVATION: tl.constexpr,
+                   NARROW: tl.constexpr, GRAIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+                   WHOLE: tl.constexpr):  # fmt: skip
+    to, at, columns, narrow, wide, inside = _tile(rows, column_groups, GRAIN, ROWS, COLUMNS, WHOLE)
+    grad = _load(grad_output + to + narrow, inside, WHOLE)
+    gate = _load(input + at + wide, inside, WHOLE)
+    up = _load(input + at + columns + wide, inside, WHOLE)
     value, slope = ACTIVATION(gate, NARROW)
-    tl.store(grad_input + at + wide, grad * up * slope, mask=inside)
-    tl.store(grad_input + at + columns + wide, grad * value, mask=inside)
+    _store(grad_input + at + wide, grad * up * slope, inside, WHOLE)
+    _store(grad_input + at + columns + wide, grad * value, inside, WHOLE)

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 
 from tileops.authoring import CallSpec, Entry, Run, TensorSpec
-from tileops.elementwise.kernels.expressions import care_of, expression_of
-from tileops.elementwise.kernels.tiles import Tile, Tiled
+from tileops.elementwise.kernels.expressions import care_of, expression_of, usual_of
+from tileops.elementwise.kernels.tiles import BYTES, Tile, Tiled
 from tileops.lib.launch import (
     DeviceFunction,
     Launcher,
@@ -25,7 +25,7 @@ from tileops.lib.launch import (
     pointer_to,
 )
 
-__all__ = ["ClampScalar", "NanToNum", "PReLU", "Pointwise", "Round", "collapsed"]
+__all__ = ["ClampScalar", "NanToNum", "PReLU", "Pointwise", "Pow", "Round", "collapsed"]
 
 DEVICE = f"{__name__}_triton"
 
@@ -103,6 +103,15 @@ class Pointwise(Tiled):
         return max(spec.dtype.itemsize for spec in (*cls.long(call), _output(call)))
 
     @classmethod
+    def tile(cls, call: CallSpec) -> Tile:
+        """Where rows broadcast, those of four bytes and more are found once for twice as many elements."""
+        elements, warps = super().tile(call)
+        if (elements, warps) == cls.few or not cls.long(call):
+            return elements, warps
+        axes = len(collapsed(_output(call).shape, cls.shapes(call))[0])
+        return (2 * elements if axes > 1 and elements < 1024 else elements), warps
+
+    @classmethod
     def long(cls, call: CallSpec) -> list[TensorSpec]:
         """The inputs that have as many elements as the output."""
         count = _output(call).numel
@@ -140,7 +149,7 @@ def _build(
     cls: type[Pointwise],
     call: CallSpec,
     kernel: str,
-    numbers: dict[str, str | int],
+    numbers: dict[str, str | int | None],
     constants: dict[str, object],
     warps: int,
     steps: Sequence[int],
@@ -190,9 +199,12 @@ def _flat(
     count, (block, warps) = _output(call).numel, tile
     steps = [stride[0] if stride else 1 for stride in strides]
     # Two elements for each thread.
-    constants = {"STEPS": (*steps, 0, 0)[:3], "BLOCK": block, "TAIL": min(block, 64 * warps)}
-    build = _build(cls, call, "flat", {"n": "i64"}, constants, warps, steps)
-    return build, (cdiv(count, block), (count, *_scalars(cls, call)))
+    usual = usual_of(cls.expression(call), _output(call).dtype.itemsize < 4)
+    constants = {
+        "STEPS": (*steps, 0, 0)[:3], "BLOCK": block, "TAIL": min(block, 64 * warps), "USUAL": usual,
+    }  # fmt: skip
+    build = _build(cls, call, "flat", {"n": "i64", "whole": "i32"}, constants, warps, steps)
+    return build, (cdiv(count, block), (count, count // block, *_scalars(cls, call)))
 
 
 def _width(columns: int, most: int) -> int:
@@ -232,7 +244,9 @@ def _broadcasting(
             given[f"{name}{d}"] = step // grain if stride[-1] else step
     strided = [f"{name}{d}" for name in "abc" for d in range(OUTER)]
     names = ("rows", "groups", "column_tiles", "row_tiles", "n0", "n1", *strided)
-    numbers: dict[str, str | int] = {name: kind if given.get(name) else 0 for name in names}
+    numbers: dict[str, str | int | None] = {name: kind if given.get(name) else 0 for name in names}
+    if column_tiles == 1:
+        numbers["column_tiles"] = None
     steps = [stride[-1] for stride in strides]
     constants = {
         "STEPS": (*steps, 0, 0)[:3], "MOVES": (*moves, False, False)[:3], "OUTER": len(outer),
@@ -304,6 +318,12 @@ class Round(Pointwise):
             return ()
         power = ctypes.c_float(10.0 ** abs(call.params.decimals)).value
         return power, 1 / power
+
+
+class Pow(Pointwise):
+    """Bound by instructions, so those around them are shared by more elements."""
+
+    bytes = 2 * BYTES
 
 
 class PReLU(Pointwise):

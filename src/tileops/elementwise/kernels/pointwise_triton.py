@@ -25,7 +25,8 @@ def _flat_value(pointer, first, place, n, STEP: tl.constexpr, WHOLE: tl.constexp
 @triton.jit
 def _flat_tile(a, b, c, y, first, n, p, q, r, EXPRESSION: tl.constexpr, TENSORS: tl.constexpr,
                SCALARS: tl.constexpr, CARE: tl.constexpr, STEPS: tl.constexpr, SIZE: tl.constexpr,
-               WHOLE: tl.constexpr):  # fmt: skip
+               WHOLE: tl.constexpr, PARTIAL: tl.constexpr):  # fmt: skip
+    """Whether something is left to do: of a PARTIAL expression, which says where it holds."""
     place = tl.arange(0, SIZE)
     scalars = (p, q, r)[:SCALARS] + CARE
     x = _flat_value(a, first, place, n, STEPS[0], WHOLE)
@@ -38,29 +39,45 @@ def _flat_tile(a, b, c, y, first, n, p, q, r, EXPRESSION: tl.constexpr, TENSORS:
         else:
             third = _flat_value(c, first, place, n, STEPS[2], WHOLE)
             result = EXPRESSION(x, other, third, *scalars)
-    result = result.to(y.dtype.element_ty)
-    if WHOLE:
-        tl.store(y + first + place, result)
+    left = False
+    if PARTIAL:
+        value, known = result
     else:
-        tl.store(y + first + place, result, mask=place < n - first)
+        value = result
+    value = value.to(y.dtype.element_ty)
+    if WHOLE:
+        tl.store(y + first + place, value)
+    else:
+        tl.store(y + first + place, value, mask=place < n - first)
+    if PARTIAL:  # only now, since all warps wait here
+        left = tl.min(known.to(tl.int32)) == 0
+    return left
 
 
 @triton.jit
-def flat(a, b, c, y, n, p, q, r, EXPRESSION: tl.constexpr, TENSORS: tl.constexpr,
-         SCALARS: tl.constexpr, CARE: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
-         TAIL: tl.constexpr):  # fmt: skip
-    """Every tensor is as long as ``y``, or one element long (its step is 0)."""
+def flat(a, b, c, y, n, whole, p, q, r, EXPRESSION: tl.constexpr, USUAL: tl.constexpr,
+         TENSORS: tl.constexpr, SCALARS: tl.constexpr, CARE: tl.constexpr, STEPS: tl.constexpr,
+         BLOCK: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
+    """Every tensor is as long as ``y``, or one element long (its step is 0). ``whole``: tiles without an
+    end in them. ``USUAL``: does for EXPRESSION where it says so, or null."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     # Whole tiles take no mask: with one, n's divisibility would decide the vector width. The last
     # tile goes in small steps, so that the masked half of the code asks for few registers.
-    if start + BLOCK <= n:
-        _flat_tile(
-            a, b, c, y, start, n, p, q, r, EXPRESSION, TENSORS, SCALARS, CARE, STEPS, BLOCK, True
-        )
-    else:
+    left = tl.program_id(0) >= whole
+    if tl.program_id(0) < whole:
+        if USUAL is None:
+            _flat_tile(
+                a, b, c, y, start, n, p, q, r, EXPRESSION, TENSORS, SCALARS, CARE, STEPS, BLOCK, True, False
+            )  # fmt: skip
+        else:
+            left = _flat_tile(
+                a, b, c, y, start, n, p, q, r, USUAL, TENSORS, SCALARS, (), STEPS, BLOCK, True, True
+            )
+    if left:
         for step in range(0, BLOCK, TAIL):
             _flat_tile(
-                a, b, c, y, start + step, n, p, q, r, EXPRESSION, TENSORS, SCALARS, CARE, STEPS, TAIL, False
+                a, b, c, y, start + step, n, p, q, r, EXPRESSION, TENSORS, SCALARS, CARE, STEPS, TAIL,
+                False, False,
             )  # fmt: skip
 
 
@@ -108,7 +125,10 @@ def broadcasting(a, b, c, y, rows, groups, column_tiles, row_tiles, n0, n1, a0, 
     tile = tl.program_id(0)
     if WIDE:
         tile = tile.to(tl.int64)
-    tile, column_tile = _split(tile, column_tiles)
+    if column_tiles is None:  # one
+        column_tile = 0
+    else:
+        tile, column_tile = _split(tile, column_tiles)
     first_column = column_tile * COLUMNS
     down, place = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
     if TILED:

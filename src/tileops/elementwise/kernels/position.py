@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from tileops.authoring import CallSpec, Entry, Kernel, Run
+from tileops.elementwise.kernels.tiles import FEW, Tile, not_filling
 from tileops.elementwise.position import alibi_slopes, sinusoidal_turns
 from tileops.lib.launch import Launcher, TritonBuild, cdiv, next_power_of_2, output_of, pointer_to
 
@@ -15,9 +16,8 @@ __all__ = ["Alibi", "Sinusoidal"]
 
 DEVICE = f"{__name__}_triton"
 
-TILE = 4096
-"""Elements of one program: part of a row, or several rows. One short row would leave it waiting."""
-WARPS = 4
+TILE: Tile = (4096, 4)
+"""Of one program: part of a row, or several rows. One short row would leave it waiting."""
 
 
 class _Rows(Kernel):
@@ -35,20 +35,44 @@ class _Rows(Kernel):
     @classmethod
     def entry_for(cls, call: CallSpec) -> Entry:
         output = call.spec("output")
-        columns = output.shape[-1]
-        width = min(TILE, next_power_of_2(columns))
+        columns, (elements, warps) = output.shape[-1], cls.tile(call)
+        width = min(elements, next_power_of_2(columns))
         build = TritonBuild(
             f"{DEVICE}:{cls.device_function}",
             signature=(
                 ("table", cls.table_type), ("y", pointer_to(output.dtype)), ("rows", "i32"),
                 ("per_entry", "i32"), ("columns", "i32"), ("tiles", "i32"),
             ),
-            constexprs=(("ROWS", TILE // width), ("COLUMNS", width)),
-            num_warps=WARPS,
+            constexprs=(("ROWS", elements // width), ("COLUMNS", width)),
+            num_warps=warps,
             aligned=("y", *(("columns",) if columns % 16 == 0 else ())),
         )  # fmt: skip
         # The table is part of what is built: a call that is captured into a graph must find it.
-        return Entry((build.identity, _entries(call)), partial(_loaded, build, cls, call), _bind)
+        return Entry(
+            (build.identity, _entries(call)), partial(_loaded, build, cls, call), cls._bind
+        )
+
+    @classmethod
+    def tile(cls, call: CallSpec) -> Tile:
+        """A call that does not fill the card waits for the work of one thread."""
+        return FEW if not_filling(call) else TILE
+
+    @classmethod
+    def _bind(cls, loaded: tuple[Launcher, torch.Tensor], call: CallSpec) -> Run:
+        launcher, table = loaded
+        output, launch = call.spec("output"), launcher.on(call.device.index)
+        columns, (elements, _) = output.shape[-1], cls.tile(call)
+        rows, width = output.numel // columns, min(elements, next_power_of_2(columns))
+        tiles, fresh = cdiv(columns, width), output_of(output)
+        programs = cdiv(rows, elements // width) * tiles
+        per_entry = columns if len(output.shape) == 3 else 1
+
+        def run() -> torch.Tensor:
+            y = fresh()
+            launch(programs, 1, 1, table, y, rows, per_entry, columns, tiles)
+            return y
+
+        return run
 
 
 def _entries(call: CallSpec) -> int:
@@ -59,23 +83,6 @@ def _entries(call: CallSpec) -> int:
 
 def _loaded(build: TritonBuild, cls: type[_Rows], call: CallSpec) -> tuple[Launcher, torch.Tensor]:
     return build(), cls.table(call)
-
-
-def _bind(loaded: tuple[Launcher, torch.Tensor], call: CallSpec) -> Run:
-    launcher, table = loaded
-    output, launch = call.spec("output"), launcher.on(call.device.index)
-    rows, columns = output.numel // output.shape[-1], output.shape[-1]
-    width = min(TILE, next_power_of_2(columns))
-    tiles, fresh = cdiv(columns, width), output_of(output)
-    programs = cdiv(rows, TILE // width) * tiles
-    per_entry = columns if len(output.shape) == 3 else 1
-
-    def run() -> torch.Tensor:
-        y = fresh()
-        launch(programs, 1, 1, table, y, rows, per_entry, columns, tiles)
-        return y
-
-    return run
 
 
 class Alibi(_Rows):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tileops.authoring import CallSpec, Entry, Kernel
 
-__all__ = ["BYTES", "Tile", "Tiled"]
+__all__ = ["BYTES", "FEW", "Tile", "Tiled", "not_filling"]
 
 Tile = tuple[int, int]
 """Elements, and warps."""
@@ -18,8 +18,20 @@ RESIDENT = 2048
 """Threads of one multiprocessor."""
 
 
+def not_filling(call: CallSpec) -> bool:
+    """Whether all threads of a call can run at once, if each has two elements."""
+    (output,) = call.outputs.values()
+    elements, warps = FEW
+    assert output is not None
+    return output.numel * 32 * warps <= elements * RESIDENT * call.device.multiprocessors
+
+
 class Tiled(Kernel):
     """A kernel whose machine code is made for tiles of some size."""
+
+    few = FEW
+    """Of a call that does not fill the card."""
+    bytes = BYTES
 
     @classmethod
     def itemsize(cls, call: CallSpec) -> int:
@@ -29,13 +41,10 @@ class Tiled(Kernel):
     @classmethod
     def tile(cls, call: CallSpec) -> Tile:
         """The size by default: a call that does not fill the card waits for the work of one thread, so
-        there that is little, where all its threads can run at once."""
-        (output,) = call.outputs.values()
-        elements, warps = FEW
-        assert output is not None
-        if output.numel * 32 * warps <= elements * RESIDENT * call.device.multiprocessors:
-            return FEW
-        return BYTES // cls.itemsize(call), 4
+        there that is little."""
+        if not_filling(call):
+            return cls.few
+        return cls.bytes // cls.itemsize(call), 4
 
     @classmethod
     def entry_of(cls, call: CallSpec, tile: Tile) -> Entry:
@@ -48,7 +57,7 @@ class Tiled(Kernel):
 
     @classmethod
     def candidates(cls, call: CallSpec) -> list[Entry]:
-        one, default = BYTES // cls.itemsize(call), cls.tile(call)
-        others = ((one, 4), (2 * one, 4), (2 * one, 8), (4 * one, 8), (one, 2), FEW)
+        one, default = cls.bytes // cls.itemsize(call), cls.tile(call)
+        others = ((one, 4), (2 * one, 4), (2 * one, 8), (4 * one, 8), (one, 2), cls.few)
         tiles = [default, *(tile for tile in others if tile != default)]
         return [cls.entry_of(call, tile) for tile in tiles]

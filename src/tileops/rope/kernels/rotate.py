@@ -26,10 +26,12 @@ DEVICE = f"{__name__}_triton"
 
 SIZES = {
     # Pairs of features rotated at a time and warps, the default first.
-    "heads": ((1024, 2), (512, 2), (1024, 4), (2048, 4)),
-    "tokens": ((1024, 4), (512, 2), (2048, 8)),
+    "heads": ((1024, 4), (512, 2), (1024, 2), (512, 4)),
+    # Of which a part of the threads has nothing to do.
+    "heads of no power of two": ((512, 2), (1024, 4), (1024, 2), (512, 4)),
+    "tokens": ((1024, 4), (512, 4), (512, 2)),
     # With more warps each thread takes the sines of its own pairs, instead of being told them.
-    "tokens of several heads": ((1024, 2), (512, 2), (512, 1), (1024, 4)),
+    "tokens of several heads": ((512, 1), (512, 2), (1024, 2), (1024, 4)),
 }
 FEWEST_PAIRS = 256
 """With fewer for all heads of a token, a tile holds several tokens: a program should have more to do
@@ -71,8 +73,12 @@ class Rotate(Kernel):
 
     @classmethod
     def candidates(cls, call: CallSpec) -> list[Entry]:
-        kind = "tokens of several heads" if _shares(call) else "tokens"
-        sizes = SIZES[kind if _few_heads(call) else "heads"]
+        if _few_heads(call):
+            kind = "tokens of several heads" if _shares(call) else "tokens"
+        else:
+            half = _rotary(call) // 2
+            kind = "heads" if next_power_of_2(half) == half else "heads of no power of two"
+        sizes = SIZES[kind]
         return list({e.identity: e for e in (cls._entry(call, *size) for size in sizes)}.values())
 
     @classmethod
@@ -135,7 +141,6 @@ def _build(call: CallSpec, tile: int, warps: int) -> tuple[TritonBuild, int]:
             ("period", "i32"),
             ("heads", "i32"),
             ("heads_each", "i32"),
-            ("parts", "i32"),
             ("scale", "fp32"),
         ),
         constexprs=(
@@ -178,10 +183,10 @@ def _bind(launcher: Launcher, turns: torch.Tensor, call: CallSpec, rows: int, sc
         else:
             each = max(cdiv(heads, cdiv(most, tokens or 1) * rows), 1) * rows
             parts = cdiv(heads, each)
-            programs = tokens * parts
+            programs = tokens
         if programs and width:
-            arguments = (turns, y, tokens, period, heads, each, parts, scale)
-            launch(programs, 1, 1, x, *positions, *arguments)
+            arguments = (turns, y, tokens, period, heads, each, scale)
+            launch(programs, parts, 1, x, *positions, *arguments)
         return y
 
     return run

@@ -1,9 +1,9 @@
 """Rotary embedding by given tables, and its gradient.
 
-Tables are broadcast along some leading dims of ``x``, as along heads. A program reads the entries of some
-places of the tables once, and turns what they are for: row after row of one broadcast place each or,
-where the tables have one place, several of its rows at a time. Dims that lie side by side and are
-broadcast alike are one; two of each kind are enough for any order of batch, heads and positions.
+Tables are broadcast along some leading dims of ``x``, as along heads. A program turns neighbouring rows:
+several of one place of the tables or, where neighbours have places of their own, one of each of several.
+Dims that lie side by side and are broadcast alike are one; two of each kind are enough for any order of
+batch, heads and positions.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from tileops.lib.launch import (
     output_of,
     pointer_to,
 )
-from tileops.rope.kernels.rotate import PROGRAMS_PER_SM, turned
+from tileops.rope.kernels.rotate import FEWEST_PAIRS, turned
 
 __all__ = ["RotateByTables"]
 
-SIZES = ((1024, 4), (512, 2), (1024, 2), (2048, 8))
+SIZES = ((512, 2), (256, 1), (1024, 4), (512, 4))
 """Pairs of features turned at a time and warps, the default first."""
 WIDEST = 4096
 """Entries of a row that are held in registers."""
 MOST = 2**31 - 1
+WIDEST_GRID = 65535
+"""Programs along the second axis."""
 
 
 @dataclass(frozen=True)
@@ -97,16 +99,33 @@ class RotateByTables(Kernel):
         return list({e.identity: e for e in (_entry(call, *size) for size in SIZES)}.values())
 
 
+NUMBERS = (
+    ("places", "places_inner", "place_step", "place_inner_step"),
+    ("shared", "shared_inner", "shared_step", "shared_inner_step"),
+)
+
+
+def _numbers(axes: tuple[_Axes, _Axes]) -> list[tuple[str, str, int | None]]:
+    """The kernel's arguments for both, with their types; None where one group of dims needs no number."""
+    found: list[tuple[str, str, int | None]] = []
+    for names, one in zip(NUMBERS, axes, strict=True):
+        outer = (one.inner, one.outer_step) if one.inner != one.count else (None, None)
+        values = (one.count, *outer, one.inner_step)
+        found += zip(names, ("i32", "i32", "i64", "i64"), values, strict=True)
+    return found
+
+
 def _entry(call: CallSpec, tile: int, warps: int) -> Entry:
     x, cos, sin = turned(call), call.spec("cos"), call.spec("sin")
     width = x.shape[-1]
     half = next_power_of_2(width // 2)
     rows, warps = max(tile // half, 1), warps * max(half // tile, 1)
     axes = (_of(call) if x.numel else None) or (_Axes(1, 1, 0, 0),) * 2
-    most = next_power_of_2(axes[0].count if axes[0].count > 1 else axes[1].count)
+    places, shared = axes
+    by_place = shared.inner_step != 1 or shared.inner * half < FEWEST_PAIRS
     # A tile need not be higher than there are rows for it.
+    most = next_power_of_2(places.count if by_place else shared.count)
     warps, rows = max(warps * min(rows, most) // rows, 1), min(rows, most)
-    several = axes[0].count > 1
     pointer = pointer_to(x.dtype)
     given = {"x": x, "cos": cos, "sin": sin}
     build = TritonBuild(
@@ -116,17 +135,14 @@ def _entry(call: CallSpec, tile: int, warps: int) -> Entry:
             ("cos", pointer_to(cos.dtype)),
             ("sin", pointer_to(sin.dtype)),
             ("y", pointer),
-            *((name, "i32") for name in ("places", "places_inner")),
-            *((name, "i64") for name in ("place_step", "place_inner_step")),
-            *((name, "i32") for name in ("shared", "shared_inner")),
-            *((name, "i64") for name in ("shared_step", "shared_inner_step")),
-            *((name, "i32") for name in ("shared_each", "parts")),
+            *((name, kind) for name, kind, value in _numbers(axes) if value is not None),
         ),
         constexprs=(
+            *((name, None) for name, _, value in _numbers(axes) if value is None),
             ("D", width),
             ("PAIRS", cos.shape[-1] != width),
-            ("PLACES", rows if several else 1),
-            ("SHARED", 1 if several else rows),
+            ("ROWS", rows),
+            ("BY_PLACE", by_place),
             ("HALF", half),
             ("INTERLEAVED", call.params.rope_layout == "interleaved"),
             ("BACK", call.op.endswith("BwdOp")),
@@ -136,32 +152,26 @@ def _entry(call: CallSpec, tile: int, warps: int) -> Entry:
         options=(("maxnreg", 255),),  # ptxas would rather spill one than use many
     )
 
+    several, one = (places.count, shared.count) if by_place else (shared.count, places.count)
+    layers = cdiv(one, WIDEST_GRID)
+    grid = (cdiv(several, rows), cdiv(one, layers), layers)
+    numbers = [value for _, _, value in _numbers(axes) if value is not None]
+
     def bind(launcher: Launcher, call: CallSpec) -> Run:
-        return _bind(launcher, call, axes, rows)
+        return _bind(launcher, call, grid, numbers)
 
     return Entry(build.identity, build, bind)
 
 
-def _bind(launcher: Launcher, call: CallSpec, axes: tuple[_Axes, _Axes], rows: int) -> Run:
-    x, launch = turned(call), launcher.on(call.device.index)
-    places, shared = axes
-    blocks = cdiv(places.count, rows) if places.count > 1 else 1
-    step = 1 if places.count > 1 else rows
-    most = PROGRAMS_PER_SM * call.device.multiprocessors
-    each = max(cdiv(cdiv(shared.count, step), cdiv(most, blocks)), 1) * step
-    parts = cdiv(shared.count, each)
-    programs = blocks * parts if x.numel else 0
-    arguments = (
-        *(places.count, places.inner, places.outer_step, places.inner_step),
-        *(shared.count, shared.inner, shared.outer_step, shared.inner_step),
-        *(each, parts),
-    )
-    new = output_of(x)
+def _bind(
+    launcher: Launcher, call: CallSpec, grid: tuple[int, int, int], numbers: list[int]
+) -> Run:
+    launch, new = launcher.on(call.device.index), output_of(turned(call))
 
     def run(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         y = new()
-        if programs:
-            launch(programs, 1, 1, x, cos, sin, y, *arguments)
+        if x.numel():
+            launch(*grid, x, cos, sin, y, *numbers)
         return y
 
     return run

@@ -24,6 +24,16 @@ def _sine_and_cosine(phase):
 
 
 @triton.jit
+def _place(token, tokens, period):
+    """Of a token in its sequence of ``period`` tokens. 32 bits divide in a fifth of the instructions."""
+    if tokens <= 0x7FFFFFFF:
+        place = (token.to(tl.uint32) % period.to(tl.uint32)).to(tl.int64)
+    else:
+        place = token % period
+    return place
+
+
+@triton.jit
 def _read_rows(
     x, place, inside, ROTARY: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
@@ -112,7 +122,6 @@ def rotate(
     period,
     heads,
     heads_each,
-    parts,
     scale,
     D: tl.constexpr,
     ROTARY: tl.constexpr,
@@ -138,7 +147,7 @@ def rotate(
         row = tl.arange(0, ROWS // EACH) * EACH
         later = ((first % FEW_HEADS).to(tl.int32) + row) // FEW_HEADS
         if positions is None:
-            place = (token % period).to(tl.uint32) + later.to(tl.uint32)
+            place = _place(token, tokens, period).to(tl.uint32) + later.to(tl.uint32)
             position = (place % period.to(tl.uint32)).to(tl.int64)
         else:
             position = tl.load(positions + token + later, mask=row < rows, other=0).to(tl.int64)
@@ -153,8 +162,8 @@ def rotate(
             D, ROTARY, ROWS, HALF, TAIL, INTERLEAVED,
         )  # fmt: skip
     else:  # the rows of a tile are heads of one token
-        token = (tl.program_id(0) // parts).to(tl.int64)
-        first = tl.program_id(0) % parts * heads_each
+        token = tl.program_id(0).to(tl.int64)
+        first = tl.program_id(1) * heads_each
         last = tl.minimum(first + heads_each, heads)
         corner = (token * heads + first) * D
         tile = tl.arange(0, ROWS)[:, None]
@@ -162,7 +171,7 @@ def rotate(
         left, right = _read_rows(x + corner, tile * D, inside, ROTARY, HALF, INTERLEAVED)
         turn = tl.load(turns + pair, mask=pair < ROTARY // 2, other=0)[None, :]
         if positions is None:
-            position = token % period
+            position = _place(token, tokens, period)
         else:
             position = tl.load(positions + token).to(tl.int64)
         sine, cosine = _sine_and_cosine(((position * turn) >> 32).to(tl.int32))
