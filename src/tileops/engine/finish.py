@@ -13,27 +13,34 @@ from tileops.engine.errors import CheckError
 from tileops.engine.kernel import CallSpec
 from tileops.engine.manifest.entry import Branch
 
-__all__ = ["finished"]
+__all__ = ["finisher"]
 
 Run = Callable[..., Any]
 
 
-def finished(run: Run, op: Any, call: CallSpec, branch: Branch, arguments: tuple[Any, ...]) -> Run:
-    """``run`` with what a call of these arguments (inputs, then ``out`` where the op has it) needs."""
+def finisher(
+    op: Any, call: CallSpec, branch: Branch, arguments: tuple[Any, ...]
+) -> Callable[[Run], Run]:
+    """What gives a run all that a call of these arguments (inputs, then ``out`` where the op has it)
+    needs."""
     entry = type(op).entry
     names = [*(i.name for i in entry.inputs), *(["out"] if entry.has_out else [])]
     written = [names.index(name) for name in branch.writes]
     odd = [n for n, t in enumerate(arguments) if t is not None and _is_odd(t)]
     gather = [n for n in odd if n not in written]
     copy_back = [n for n in odd if n in written]
-    if odd:
-        run = _restrided(run, gather, copy_back)
-    if call.device.type == "cuda" and torch.cuda.device_count() > 1:
-        run = _on_device(run, call.device.index)
+    elsewhere = call.device.type == "cuda" and torch.cuda.device_count() > 1
+    index = call.device.index
+
+    def placed(run: Run) -> Run:
+        if odd:
+            run = _restrided(run, gather, copy_back)
+        return _on_device(run, index) if elsewhere else run
+
     if branch.out:
         written.append(names.index("out"))
     if not written:
-        return run
+        return placed
     returned = next(
         (
             names.index("out" if output.buffer and branch.out else output.is_input)
@@ -45,7 +52,7 @@ def finished(run: Run, op: Any, call: CallSpec, branch: Branch, arguments: tuple
     growth = type(op)._growth
     growing = {n for n, places in enumerate(growth.places) if places} if growth else set()
     check = _overlaps(entry.name, names, arguments, written, growing)
-    return _writing(run, check, written, returned)
+    return lambda run: _writing(placed(run), check, written, returned)
 
 
 def _is_odd(tensor: torch.Tensor) -> bool:
