@@ -7,16 +7,22 @@ one that does not exist), then the new value of each written input that is not i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import cache, partial
+from math import isfinite
+from types import NoneType
 from typing import Any
 
 import torch
 
 from tileops.engine.compiled import Compiled
 from tileops.engine.kernel import CallSpec, Entry, Kernel
+from tileops.engine.signature.source import compile_source
 
 __all__ = ["decomposition_kernels"]
+
+_numbers = itertools.count()
 
 
 def _fresh(result: torch.Tensor, inputs: tuple[Any, ...]) -> torch.Tensor:
@@ -37,6 +43,33 @@ def _fresh(result: torch.Tensor, inputs: tuple[Any, ...]) -> torch.Tensor:
     return result.data if result._is_view() else result
 
 
+def _with_constants(
+    function: Callable[..., Any], names: list[str], params: dict[str, Any]
+) -> Callable[..., Any]:
+    """``function`` of the inputs alone. Numbers are constants of its code: those that Dynamo reads from
+    elsewhere it makes symbols, or tensors, which the compiled loop then loads at every step."""
+    given, others = list(names), {}
+    for name, value in params.items():
+        finite = not any(isinstance(v, float) and not isfinite(v) for v in _leaves(value))
+        if finite and all(type(v) in (bool, int, float, str, NoneType) for v in _leaves(value)):
+            given.append(f"{name}={value!r}")
+        else:
+            others[name] = value
+            given.append(f"{name}={name}")
+    source = f"def meaning({', '.join(names)}):\n    return function({', '.join(given)})\n"
+    file = f"tileops_generated/nodes/{function.__name__}_{next(_numbers)}.py"
+    meaning: Callable[..., Any] = compile_source(source, file, {"function": function, **others})[
+        "meaning"
+    ]
+    return meaning
+
+
+def _leaves(value: Any) -> tuple[Any, ...]:
+    if type(value) is tuple:
+        return tuple(leaf for item in value for leaf in _leaves(item))
+    return (value,)
+
+
 def _node(
     function: Callable[..., Any], call: CallSpec, has_out: bool, is_input: str
 ) -> Callable[..., Any]:
@@ -47,10 +80,10 @@ def _node(
     carried = names.index(is_input) if is_input in call.written else None
     count = len(call.outputs)
     out_given = has_out and "out" in call.written
-    params = vars(call.params)
+    meaning = _with_constants(function, names, vars(call.params))
 
     def node(*args: Any) -> Any:
-        result = function(*args[: len(names)], **params)
+        result = meaning(*args[: len(names)])
         results = result if isinstance(result, tuple) else (result,)
         for position, value in zip(written, results[count:], strict=True):
             args[position].copy_(value)
@@ -132,9 +165,10 @@ def decomposition_kernels(
         def refuses(cls, call: CallSpec) -> str | None:
             if compiled_from is None:
                 return "the decomposition is one ATen kernel already"
-            largest = max((s.numel for s in call.outputs.values() if s is not None), default=0)
+            specs = (*call.inputs.values(), *call.outputs.values())
+            largest = max((spec.numel for spec in specs if spec is not None), default=0)
             if largest < compiled_from:
-                return f"compiling pays from {compiled_from} output elements on, here {largest}"
+                return f"compiling pays from {compiled_from} elements on, here {largest}"
             return None
 
         @classmethod

@@ -200,7 +200,8 @@ def in_tree_kernels(cls: Any, device_type: str) -> list[type[Kernel]]:
         plain, inductor = decomposition_kernels(
             cls.decomposition, pays, entry.has_out, _is_input(entry)
         )
-        if device_type == "cpu" and not kernels and wanted != "plain" and entry.inputs:
+        beatable = all(kernel.general for kernel in kernels)
+        if device_type == "cpu" and beatable and wanted != "plain" and entry.inputs:
             kernels.append(inductor)
         kernels.append(plain)
     return kernels

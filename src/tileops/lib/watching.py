@@ -12,8 +12,9 @@ __all__ = ["has_tangent", "recorded", "watched"]
 
 def recorded(*tensors: torch.Tensor | None) -> bool:
     """Whether a gradient may flow back through what is made of these tensors."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+    if not torch.is_grad_enabled():
+        return False
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def has_tangent(*tensors: torch.Tensor | None) -> bool:

@@ -20,7 +20,9 @@ class BatchNormFwdOp(Op):
     ``torch.nn.functional.batch_norm``.
     """
 
-    kernel = KernelInterface(cuda=("channels:HeldChannels", "channels:SplitChannels"))
+    kernel = KernelInterface(
+        compiled_from=1 << 18, cuda=("channels:HeldChannels", "channels:SplitChannels")
+    )
 
     @staticmethod
     def decomposition(
@@ -74,7 +76,7 @@ class BatchNormBwdOp(Op):
     """
 
     kernel = KernelInterface(
-        compiled_from=1 << 20,
+        compiled_from=1 << 18,
         cuda=("channels:HeldChannelGradients", "channels:SplitChannelGradients"),
     )
 
