@@ -20,9 +20,7 @@ class BatchNormFwdOp(Op):
     ``torch.nn.functional.batch_norm``.
     """
 
-    kernel = KernelInterface(
-        compiled_from=1 << 18, cuda=("channels:HeldChannels", "channels:SplitChannels")
-    )
+    kernel = KernelInterface(cuda=("channels:HeldChannels", "channels:SplitChannels"))
 
     @staticmethod
     def decomposition(

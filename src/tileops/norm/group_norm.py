@@ -42,7 +42,7 @@ class InstanceNormFwdOp(Op):
     ``torch.nn.functional.instance_norm``.
     """
 
-    kernel = KernelInterface(compiled_from=1 << 18, cuda=(*KERNELS, "channels:SplitChannels"))
+    kernel = KernelInterface(cuda=(*KERNELS, "channels:SplitChannels"))
 
     @staticmethod
     def decomposition(
