@@ -132,6 +132,7 @@ def built(cases: tuple[Case, ...]) -> None:
 
 
 def _build(entry: Any) -> None:
+    torch.cuda.set_device(0)  # which a thread needs before it loads a kernel
     try:
         entry.build()
     except Exception as error:

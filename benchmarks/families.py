@@ -9,9 +9,9 @@ Inputs are rotated so that they come from memory; contenders take turns (``timin
 checked against the op's definition in float64. ``torch`` is the entry's ``reference`` where that can be
 called, else the definition run through ATen. A rival that fails, is wrong or cannot be captured is dropped,
 with a line that says so. First ``--processes`` processes compile everything into the caches on disk;
-``--seconds`` bounds a run, and what it did not reach is listed. ``--sets 8`` rotates as the filed figures
-did: small inputs then come from the L2 cache. A line of ``--rivals`` is
-``{"op", "label", "peer": {"kernel_us"}, "torch": {"kernel_us"}}``.
+``--seconds`` bounds a run; what it did not reach is listed. ``--filed-sets`` rotates as the filed figures
+did, over up to 8 sets of 128 MB together: some of them then come from the L2 cache, torch's too. A line of
+``--rivals`` is ``{"op", "label", "peer": {"kernel_us"}, "torch": {"kernel_us"}}``.
 """
 
 from __future__ import annotations
@@ -46,8 +46,17 @@ DEVICE = "cuda"
 MOST_SETS = 16
 LARGE = 64 << 20
 """Bytes from which a share of the copy's speed is a claim about the kernel and not the launch."""
-ERROR = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""Most ‖y - y64‖ / ‖y64‖, by the result's dtype."""
+ERROR = {
+    torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2,
+    torch.float8_e4m3fn: 1e-2, torch.float8_e5m2: 2e-2, torch.int8: 1e-3,
+}  # fmt: skip
+"""Most ‖y - y64‖ / ‖y64‖, by the result's dtype; of integers, the share of elements that differ. Of what is
+quantised a few elements round the other way, since their scale is float32."""
+
+
+class WrongResultError(Exception):
+    """Ours is wrong."""
+
 
 Work = Callable[[WorkloadCall], Any]
 
@@ -142,7 +151,7 @@ def error_of(given: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def checked(call: WorkloadCall, works: dict[str, Work]) -> dict[str, float]:
-    """The error of each; a rival that cannot run or is wrong is dropped, ours ends the run."""
+    """The error of each; a rival that cannot run or is wrong is dropped; ours raises."""
     if type(call.op).decomposition is None:
         return {}
     wanted = exact(copied(call))
@@ -164,7 +173,7 @@ def checked(call: WorkloadCall, works: dict[str, Work]) -> dict[str, float]:
             continue  # it draws by a generator of its own
         if not errors[name] <= limit:
             if name == "tileops":
-                raise SystemExit(f"{call.op} is wrong: {errors[name]:.3g}, at most {limit}")
+                raise WrongResultError(f"{call.op} is wrong: {errors[name]:.3g}, at most {limit}")
             print(f"  {name} gives something else ({errors[name]:.2g})")
             del works[name]
     return errors
@@ -224,7 +233,7 @@ def measure(op_class: Any, workload: Workload, arguments: argparse.Namespace) ->
         works.update(tuned(copied(first)))
     roofline = first.op.roofline_data_terms(*first.inputs.values())
     moved = roofline.read_bytes + roofline.write_bytes
-    count = sets_past_l2(moved, arguments.sets)
+    count = _filed_sets(moved) if arguments.filed_sets else sets_past_l2(moved, MOST_SETS)
     sets = [first, *(workload_inputs(op_class, workload, DEVICE, seed=n) for n in range(1, count))]
     calls: Calls = {
         name: [functools.partial(work, made) for made in sets] for name, work in works.items()
@@ -237,6 +246,10 @@ def measure(op_class: Any, workload: Workload, arguments: argparse.Namespace) ->
     }  # fmt: skip
 
 
+def _filed_sets(moved: int) -> int:
+    return max(1, min(8, int(128e6) // max(moved, 1)))
+
+
 def measure_generator(
     call: WorkloadCall, workload: Workload, arguments: argparse.Namespace
 ) -> dict[str, Any]:
@@ -244,7 +257,7 @@ def measure_generator(
     op = type(call.op)(**{**call.op._params, "device": DEVICE})
     wanted = type(op).decomposition(**{**op._params, "out_dtype": torch.float32})
     if (error := error_of(op(), wanted)) > ERROR[op.out_dtype]:
-        raise SystemExit(f"{op} is wrong: {error:.3g}")
+        raise WrongResultError(f"{op} is wrong: {error:.3g}")
     moved = wanted.numel() * op.out_dtype.itemsize
     plain = functools.partial(type(op).decomposition, **op._params)
     calls: Calls = {"tileops": [op] * 4, "torch": [plain] * 4, "copy": [copy_of(moved)] * 4}
@@ -362,14 +375,16 @@ def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("families", nargs="*")
     parser.add_argument("--op", action="append", default=[], help="only these classes")
     parser.add_argument("--rivals", type=Path, help="times of other libraries, JSON lines")
     parser.add_argument("--tune", action="store_true", help="time every candidate too")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--sets", type=int, default=MOST_SETS, help="most copies of the inputs")
+    parser.add_argument(
+        "--filed-sets", action="store_true", help="as many as the rivals' times had"
+    )
     parser.add_argument("--no-inductor", dest="inductor", action="store_false")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case after these")
     parser.add_argument(
@@ -378,6 +393,11 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--commit", help="where this copy of the tree has no history")
     parser.add_argument("--out", type=Path)
+    return parser
+
+
+def main() -> None:
+    parser = _parser()
     arguments = parser.parse_args()
     known = families()
     if unknown := set(arguments.families) - known.keys():
@@ -388,7 +408,7 @@ def main() -> None:
         rivals = {(row["op"], row["label"]): row for row in map(json.loads, lines)}
     torch.manual_seed(0)
 
-    begin, results, left = time.monotonic(), [], []
+    begin, results, left, wrong = time.monotonic(), [], [], []
     cases = chosen(arguments.families or list(known), arguments.op)
     if arguments.processes:
         bound = arguments.seconds / 2 if math.isfinite(arguments.seconds) else None
@@ -399,11 +419,17 @@ def main() -> None:
         if time.monotonic() - begin > arguments.seconds:
             left.append(f"{op_class.__name__} {workload.label}")
             continue
-        result = measure(op_class, workload, arguments)
+        try:
+            result = measure(op_class, workload, arguments)
+        except WrongResultError as problem:
+            wrong.append(f"{workload.label}: {problem}")
+            print(wrong[-1], flush=True)
+            continue
         results.append({"family": case[0], **with_ratios(result, rivals)})
         print(shown(results[-1]), flush=True)
         torch.cuda.empty_cache()
     report: dict[str, Any] = {"facts": card, "summary": {}, "not reached": left, "results": results}
+    report |= {"wrong": wrong} if wrong else {}
     for family in dict.fromkeys(r["family"] for r in results):
         found = report["summary"][family] = summary([r for r in results if r["family"] == family])
         print(f"\n{family}: {json.dumps(found, indent=1)}")
@@ -413,6 +439,8 @@ def main() -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     print(f"\nwrote {out} after {time.monotonic() - begin:.0f} s")
+    if wrong:
+        raise SystemExit("\n".join(wrong))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import pretrained
 
-__all__ = ["Case", "cases"]
+__all__ = ["Case", "Step", "cases"]
 
 Step = Callable[[Any], Any]
 
@@ -154,7 +154,12 @@ def _layers(layers: int, device: str, tiny: bool) -> Any:
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
     )  # fmt: skip
     with torch.device(device):
-        return module.LlamaModel(config).to(torch.bfloat16).eval()
+        model = module.LlamaModel(config).eval()
+    for (
+        weight
+    ) in model.parameters():  # the rates of the rotation stay float32, as when weights are loaded
+        weight.data = weight.data.to(torch.bfloat16)
+    return model
 
 
 def _hidden(model: Any, length: int, train: bool) -> tuple[Any, Step, Any]:

@@ -6,7 +6,6 @@ import copy
 import gc
 import io
 import math
-import os
 import pickle
 import random
 import subprocess
@@ -14,7 +13,6 @@ import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +21,7 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.cases import distinct_classes, float32_calls, op_classes
+from tests.contract.fresh import ROOT, clean_environment
 from tests.oracle import call, check, exact, poisoned, same_bits
 from tileops import BackendError, CheckError, recording, use_target
 from tileops.attention import PagedKVCacheWriteFwdOp
@@ -39,7 +38,6 @@ from tileops.reduction import SoftmaxFwdOp
 
 NAMES = sorted(distinct_classes())
 CALLED = [name for name in NAMES if op_classes()[name].entry.inputs]
-ROOT = Path(__file__).parents[2]
 
 
 def together(count, work):
@@ -167,31 +165,26 @@ def test_compiled_graphs_in_threads():
 
 _CHILD = """
 import sys, torch
-from tests.cases import workload_cases, workload_call
+from tests.cases import op_classes, workload_call
 from tests.oracle import check
-count = 0
-for name in sys.argv[1].split(","):
-    from tests.cases import op_classes
-    for workload in op_classes()[name].entry.workloads[: int(sys.argv[3])]:
-        made = workload_call(name, workload, 0, 512)
-        check(made.op, dict(made.inputs))
-        assert made.op.last_call.kernel == sys.argv[2], made.op.last_call
-        for seed in (1, 2, 3):  # the last two are served as a repeated call is
-            check(made.op, dict(workload_call(name, workload, seed, 512).inputs))
-        count += 1
-print(count)
+for one in sys.argv[1].split(","):
+    name, place = one.split(":")
+    workload = op_classes()[name].entry.workloads[int(place)]
+    made = workload_call(name, workload, 0, 512)
+    check(made.op, dict(made.inputs))
+    assert made.op.last_call.kernel == sys.argv[2], made.op.last_call
+    for seed in (1, 2, 3):  # the last two are served as a repeated call is
+        check(made.op, dict(workload_call(name, workload, seed, 512).inputs))
+    print(one)
 """
 
 
-def children(tmp_path, kernel, names, workloads, processes):
-    env = {
-        **os.environ,
-        "TILEOPS_CPU_KERNEL": kernel,
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
+def children(tmp_path, kernel, calls, processes=1):
+    """``calls``: ``(class, place of its workload)``."""
+    env = clean_environment(str(tmp_path), TILEOPS_CPU_KERNEL=kernel)
     served = {"plain": "decomposition", "inductor": "inductor"}[kernel]
-    command = [sys.executable, "-c", _CHILD, ",".join(names), served, str(workloads)]
+    asked = [f"{name}:{place}" for name, place in calls]
+    command = [sys.executable, "-c", _CHILD, ",".join(asked), served]
     running = [
         subprocess.Popen(
             command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -200,25 +193,39 @@ def children(tmp_path, kernel, names, workloads, processes):
     ]
     for process in running:
         out, error = process.communicate()
-        assert process.returncode == 0, error[-3000:]
-        assert int(out) >= len(names)
+        assert process.returncode == 0, f"{out[-300:]}{error[-3000:]}"
+        assert out.split() == asked
 
 
 def test_two_processes_compile_one_cpu_kernel(tmp_path):
-    children(tmp_path, "inductor", ["RMSNormFwdOp"], 1, 2)
+    children(tmp_path, "inductor", [("RMSNormFwdOp", 0)], processes=2)
 
 
 def test_the_plain_cpu_kernel(tmp_path):
     names = ["RMSNormFwdOp", "SiLUFwdOp", "SoftmaxFwdOp", "BatchNormFwdOp", "GEMMFwdOp"]
-    children(tmp_path, "plain", names, 1, 1)
+    children(tmp_path, "plain", [(name, 0) for name in names])
 
 
 @pytest.mark.slow
-def test_the_compiled_cpu_kernel(tmp_path):
+@pytest.mark.parametrize("half", [0, 1])
+def test_the_compiled_cpu_kernel(tmp_path, seed, half):
+    """What is compiled without being asked to, in two workloads that differ in more than sizes; and of the
+    rest, which goes the same way where the setting says so, some."""
     classes = {n: op_classes()[n] for n in CALLED if op_classes()[n].entry.kind != "template"}
-    names = [n for n, cls in classes.items() if cls.kernel is None or not cls.kernel.cpu]
-    assert len(names) >= 8
-    children(tmp_path, "inductor", names, 2, 1)
+    slots = {n: c.kernel for n, c in classes.items()
+             if c.kernel is None or not c.kernel.cpu or c.kernel.compiled_from}  # fmt: skip
+    default = {n for n, slot in slots.items() if slot and slot.compiled_from is not None}
+    assert len(default) >= 8
+    calls = []
+    for name in sorted(default)[half::2]:
+        told: dict[str, int] = {}
+        for place, one in enumerate(classes[name].entry.workloads):
+            told.setdefault(str((one.params, one.dtypes, one.passed)), place)
+        calls += [(name, place) for place in list(told.values())[:2]]
+    draw = random.Random(seed)
+    for name in draw.sample(sorted(slots.keys() - default), 4):
+        calls.append((name, draw.randrange(len(classes[name].entry.workloads))))
+    children(tmp_path, "inductor", calls)
 
 
 # ---- copies, equality, keys --------------------------------------------------------------------

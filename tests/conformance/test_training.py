@@ -16,6 +16,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from tests.contract.fresh import clean_environment
 from tests.joint import compiled
 from tests.llama import Block
 from tests.oracle import same_bits
@@ -425,7 +426,7 @@ def test_a_new_process_that_finds_compiled_code_has_the_backward(tmp_path):
     runs = [
         subprocess.run(
             [sys.executable, "-c", _PROCESS], capture_output=True, text=True, check=False,
-            env={**__import__("os").environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+            env=clean_environment(str(tmp_path)),
         )
         for _ in range(2)
     ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 
 import pytest
@@ -138,17 +139,35 @@ def test_memory_of_an_unknown_card(monkeypatch):
     assert made.compilations[0].inductor[0].kernels[0].bandwidth_fraction is None
 
 
-def test_several_streams_are_not_told_apart(monkeypatch):
-    """Where the device ran kernels in another order, no part of it is one graph's."""
+def test_a_launch_without_its_kernel(monkeypatch):
+    """What of it is a graph's is not known then, nor is the time of a kernel that of its launch."""
     made = report()
     host, device = on_gpu(0)
-    swapped = [Span("triton_red_1", *s_end) for s_end in [(40, 50)]] + device[1:3] + [
-        Span("triton_poi_0", 78, 86), device[4],
-    ]  # fmt: skip
-    attach(made, Profile(host, swapped))
+    host.append(Span("triton_poi_0", 32, 34, 1))  # the host's, round the launch
+    host.append(Span("aten::mm", 35, 38, 1))
+    attach(made, Profile(host, [Span("triton_poi_0", 40, 49), *device[1:]]))
     assert made.measured.device_us == 47
     assert made.measured.idle_us is None
     assert made.compilations[0].inductor[0].run.idle_us is None
+    kernels = made.compilations[0].inductor[0].kernels
+    assert [kernel.time_us for kernel in kernels] == [None, None, None]
+    assert [each.time_us for each in made.compilations[1].inductor[0].kernels] == [4]
+
+
+def test_launches_within_and_beside_others(monkeypatch):
+    """A graph launches Triton's kernels itself, and those of a library by an operator in between; and
+    something of the device is no launch."""
+    made = report()
+    host, device = on_gpu(0)
+    graph = next(span for span in host if span.kernels)
+    poi, gemm, splitk, red = graph.kernels
+    host.remove(graph)
+    host.append(dataclasses.replace(graph, kernels=(poi, red)))
+    host.append(Span("aten::mm", 35, 38, 1, (gemm, splitk)))
+    attach(made, Profile(host, [*device, Span("Context Sync", 71, 73)]))
+    first = made.compilations[0].inductor[0]
+    assert [each.time_us for each in first.kernels] == [10, 25, 8]
+    assert first.run.idle_us == 3
 
 
 def test_two_libraries_in_a_row(monkeypatch):

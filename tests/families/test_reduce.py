@@ -97,6 +97,15 @@ def test_all_axes(name, dim):
                 assert torch.equal(result, x.bool())
 
 
+@pytest.mark.parametrize("name", ["AllFwdOp", "AnyFwdOp"])
+def test_no_axis_in_compiled_code(name):
+    """Inductor takes ``torch.all(x, ())`` for one along every axis."""
+    x = torch.tensor([[0.0, -0.0, math.nan], [1, -2, math.inf]])
+    run = torch.compile(getattr(reduction, name).decomposition, fullgraph=True)
+    for keepdim in (False, True):
+        assert torch.equal(run(x, dim=(), keepdim=keepdim), x.bool())
+
+
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
 @pytest.mark.parametrize("name", sorted(TORCH))
 @pytest.mark.parametrize("dtype", FLOATS)

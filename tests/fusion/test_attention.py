@@ -379,15 +379,39 @@ def test_the_rule_by_device(monkeypatch):
     for capability, taken in {(8, 0): True, (7, 5): False}.items():
         facts = DeviceFacts("cuda", 0, capability, "test", 108, 164 << 10)
         monkeypatch.setattr(cost, "device_facts", lambda device, facts=facts: facts)
-        assert takes_groups(half) is taken
+        assert takes_groups(half, half, half) is taken
     monkeypatch.setattr(
         cost, "device_facts", lambda _: DeviceFacts("cuda", 0, (9, 0), "test", 132, 0)
     )
-    assert takes_groups(half)
-    assert not takes_groups(wide)
-    assert not takes_groups(Result(torch.bfloat16, (1, 8, 4096, 256)))
+    other = Result(torch.bfloat16, (1, 8, 4096, 256))
+    assert takes_groups(half, half, half)
+    assert not takes_groups(wide, wide, wide)
+    assert not takes_groups(other, other, other)
+    assert not takes_groups(half, half, half, half)
+    # What FlashAttention does not take is asked of torch where there is a card.
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cuda, "SDPAParams", lambda *given: given)
+    monkeypatch.setattr(
+        torch.backends.cuda, "can_use_cudnn_attention", lambda given: asked.append(given) or True
+    )
+    assert takes_groups(half, half, half, half, 0.5, True)
+    assert asked == [(half, half, half, half, 0.5, True, True)]
+    monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda given: False)
+    assert not takes_groups(half, half, half, half)
     monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: False)
-    assert not takes_groups(half)
+    assert not takes_groups(half, half, half)
+
+
+def test_what_a_card_is_asked_of_symbolic_sizes():
+    module = captured(lambda x: x + 1, torch.randn(2, 3, 5, 16).transpose(1, 2), dynamic=True)
+    (x,) = (v for n in module.graph.nodes if isinstance(v := value_of(n), torch.Tensor)
+            and n.op == "placeholder")  # fmt: skip
+    asked = cost._hinted(x)
+    assert tuple(asked.shape) == (2, 5, 3, 16)
+    assert asked.stride() == (240, 16, 80, 1)
+    assert all(type(n) is int for n in asked.shape)
+    assert asked.dtype is torch.float32
 
 
 def test_what_replaces_a_result_lies_as_it_did():

@@ -25,10 +25,15 @@ def on_card(inputs):
 
 def hold(op, inputs, result):
     (wanted,), _ = exact(op, inputs)
-    if result.dtype is torch.float64:
+    if result.dtype is torch.float64 and not by_tables(op):
         result = nearer(result, wanted, angles_rounding(op, inputs))
     found = compare(result, wanted, "pointwise")
     assert found.ok, f"{op!r}: {found.text}"
+
+
+def by_tables(op):
+    """It is given sines and cosines, and takes none."""
+    return type(op).__name__.startswith("RoPETables")
 
 
 def angles_rounding(op, inputs):
@@ -57,7 +62,8 @@ def test_workloads(name, workload, seed):
     inputs = on_card(made.inputs)
     hold(made.op, inputs, made.op(*inputs.values()))
     narrow = next(iter(inputs.values())).dtype is not torch.float64
-    assert made.op.last_call.kernel == ("triton_rotate" if narrow else "decomposition")
+    kernel = "triton_rotate_by_tables" if by_tables(made.op) else "triton_rotate"
+    assert made.op.last_call.kernel == (kernel if narrow else "decomposition")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

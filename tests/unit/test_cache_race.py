@@ -14,21 +14,56 @@ from pathlib import Path
 
 import pytest
 
-from tests.cache_race import BUILD_SECONDS, payload
+from tests.cache_race import PROCESSES, payload
 from tileops.engine.cache.folder import Folder
 
 ROOT = Path(__file__).parents[2]
-PROCESSES = 8
 KEYS = [hashlib.sha256(bytes([n])).hexdigest() for n in range(24)]
-LEAST_SECONDS = len(KEYS) / PROCESSES * BUILD_SECONDS
-"""What the work takes at least, and so each process: it waits for every key."""
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
 
 
+def hold_round(folder: Path, victim: int, ended: dict[int, int]) -> None:
+    assert len(ended) == PROCESSES
+    assert all(code == 0 for child, code in ended.items() if child != victim), ended
+    built = [line.split() for line in folder.with_suffix(".log").read_text().splitlines()]
+    by_victim = {key for pid, key in built if int(pid) == victim}
+    for key, count in Counter(key for _, key in built).items():
+        # Once, and once more where the one that began it was killed.
+        assert count <= 1 + (key in by_victim), (key, built)
+    assert {row.key for row in Folder(folder).rows()} == set(KEYS)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(f"{key}.kernel" for key in KEYS)
+    for key in KEYS:
+        assert Folder(folder).read("kernel", key).payload == payload(key)
+
+
+@pytest.mark.parametrize("rounds", [2, pytest.param(50, marks=pytest.mark.slow)])
+def test_one_of_eight_writers_is_killed(tmp_path, rounds, seed):
+    command = [
+        sys.executable,
+        "-m",
+        "tests.cache_race",
+        str(tmp_path),
+        str(seed),
+        str(rounds),
+        *KEYS,
+    ]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == rounds
+    killed = 0
+    for turn, line in enumerate(lines):
+        victim, *children = line.split()
+        ended = {int(pid): int(code) for pid, code in (each.split(":") for each in children)}
+        hold_round(tmp_path / str(turn), int(victim), ended)
+        killed += ended[int(victim)] == -signal.SIGKILL
+    assert rounds < 10 or killed > rounds // 2  # the kill came while they worked
+
+
 def race(command, start, kill_after):
-    """Start the processes, kill one; ``(all, the killed one)`` when the others have ended."""
+    """Start the processes, and kill one."""
     children = [
-        subprocess.Popen([*command, str(seed), *KEYS], env=ENVIRONMENT, stderr=subprocess.PIPE)
+        subprocess.Popen([*command, str(seed)], env=ENVIRONMENT, stderr=subprocess.PIPE)
         for seed in range(PROCESSES)
     ]
     victim = random.choice(children)
@@ -37,33 +72,6 @@ def race(command, start, kill_after):
     for child in children:
         _, error = child.communicate(timeout=60)
         assert child.returncode == 0 or child is victim, error.decode()
-    return children, victim
-
-
-def one_round(folder: Path, log: Path) -> bool:
-    start = time.time() + 1.5
-    script = [sys.executable, "-m", "tests.cache_race", str(folder), str(log), str(start)]
-    children, victim = race(script, start, random.uniform(0.0, LEAST_SECONDS))
-    built = [line.split() for line in log.read_text().splitlines()]
-    by_victim = {key for pid, key in built if int(pid) == victim.pid}
-    for key, count in Counter(key for _, key in built).items():
-        # Once, and once more where the one that began it was killed.
-        assert count <= 1 + (key in by_victim), (key, built)
-    assert {row.key for row in Folder(folder).rows()} == set(KEYS)
-    assert sorted(path.name for path in folder.iterdir()) == sorted(f"{key}.kernel" for key in KEYS)
-    for key in KEYS:
-        assert Folder(folder).read("kernel", key).payload == payload(key)
-    return victim.returncode == -signal.SIGKILL
-
-
-@pytest.mark.parametrize(
-    "rounds", [2, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
-)
-def test_one_of_eight_writers_is_killed(tmp_path, rounds):
-    killed = 0
-    for turn in range(rounds):
-        killed += one_round(tmp_path / f"cache{turn}", tmp_path / f"log{turn}")
-    assert rounds < 10 or killed > rounds // 2  # the kill came while they worked
 
 
 COMPILE = """

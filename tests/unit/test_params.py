@@ -387,7 +387,7 @@ def test_rules_on_parameters_alone_hold_at_construction():
 
 
 def test_a_rule_may_name_a_dtype(tmp_path):
-    from tileops.engine.signature.generate import make_constructor_check
+    from tileops.engine.signature.construction import make_constructor_check
 
     signature = """\
     params: {dtype: {type: dtype}}
@@ -407,7 +407,7 @@ def test_a_rule_may_name_a_dtype(tmp_path):
 
 
 def test_a_rule_may_name_nothing(tmp_path):
-    from tileops.engine.signature.generate import make_constructor_check
+    from tileops.engine.signature.construction import make_constructor_check
 
     signature = "inputs: {}\noutputs: {}\nrules: [{require: false, message: not today}]\n"
     with pytest.raises(CheckError) as caught:

@@ -104,11 +104,12 @@ def test_a_condition_on_a_dtype_chooses_a_list(tmp_path):
     assert check.refusal({"x": zeros(3)}).accepted == "shape [N, 2]"
 
 
-def test_broadcasting(tmp_path):
-    signature = """\
-    dtypes: {T: [float32]}
-    inputs: {a: {dtype: T, shape: "[*A]"}, b: {dtype: T, shape: "[*B]"}}
-    outputs: {y: {dtype: T, shape: "[*bcast(A, B), 2]"}}
+@pytest.mark.parametrize("spelled", ["bcast(A, B)", "bcast (A, B)"])
+def test_broadcasting(tmp_path, spelled):
+    signature = f"""\
+    dtypes: {{T: [float32]}}
+    inputs: {{a: {{dtype: T, shape: "[*A]"}}, b: {{dtype: T, shape: "[*B]"}}}}
+    outputs: {{y: {{dtype: T, shape: "[*{spelled}, 2]"}}}}
     """
     check = Check(tmp_path, signature)
     assert check.shapes({"a": zeros(4, 1, 3), "b": zeros(5, 1)}) == [(4, 5, 3, 2)]
@@ -117,12 +118,13 @@ def test_broadcasting(tmp_path):
     assert error.accepted == "shapes that broadcast"
 
 
-def test_a_rule_on_broadcasting(tmp_path):
-    signature = """\
-    dtypes: {T: [float32]}
-    inputs: {a: {dtype: T, shape: "[*A]"}, b: {dtype: T, shape: "[*B]"}}
-    outputs: {y: {dtype: T, shape: "[*A]"}}
-    rules: [{require: "bcast(A, B) == A", message: "b broadcasts to a", argument: b}]
+@pytest.mark.parametrize("spelled", ["bcast(A, B)", "bcast (A, B)"])
+def test_a_rule_on_broadcasting(tmp_path, spelled):
+    signature = f"""\
+    dtypes: {{T: [float32]}}
+    inputs: {{a: {{dtype: T, shape: "[*A]"}}, b: {{dtype: T, shape: "[*B]"}}}}
+    outputs: {{y: {{dtype: T, shape: "[*A]"}}}}
+    rules: [{{require: "{spelled} == A", message: "b broadcasts to a", argument: b}}]
     """
     check = Check(tmp_path, signature)
     assert check.shapes({"a": zeros(4, 3), "b": zeros(4, 1)}) == [(4, 3)]

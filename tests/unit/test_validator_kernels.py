@@ -156,6 +156,13 @@ KERNELS = """\
     class Twin(Special):
         pass
 
+    class Tuned(Kernel):
+        name = "tuned"
+
+        @classmethod
+        def candidates(cls, call):
+            raise NotImplementedError
+
     class Nameless(Kernel):
         entry_for = Special.entry_for
 
@@ -175,7 +182,9 @@ def with_kernels(package, interface: str) -> Path:
 
 
 def test_sound_kernels(package):
-    manifest = with_kernels(package, "cuda=('ks:Special', 'ks:General'), cpu=('ks:Host',)")
+    manifest = with_kernels(
+        package, "cuda=('ks:Special', 'ks:General', 'ks:Tuned'), cpu=('ks:Host',)"
+    )
     report = check(manifests=[manifest])
     assert (report.faults, report.notes) == ([], [])
 
@@ -193,7 +202,7 @@ def test_sound_kernels(package):
         ("cuda=('ks:Host',)", "kernel ks:Host stands under cuda and is for cpu"),
         ("cuda=('ks:Special', 'ks:Twin')", "kernels ks:Special and ks:Twin have one name, 'special'"),
         ("cuda=('ks:Nameless',)", "kernel ks:Nameless has no name"),
-        ("cuda=('ks:Bare',)", "kernel ks:Bare does not define entry_for"),
+        ("cuda=('ks:Bare',)", "kernel ks:Bare defines neither entry_for nor candidates"),
     ],
 )  # fmt: skip
 def test_kernels(package, interface, problem):

@@ -139,7 +139,8 @@ class Entry:
 class Kernel:
     """One way to serve a slot. Never instantiated; states positively what it takes.
 
-    Neither method may read the environment or any global state.
+    One defines ``entry_for``, or ``candidates`` where tuning has a choice; each is made from the other.
+    No method may read the environment or any global state.
     """
 
     name: ClassVar[str]
@@ -164,12 +165,20 @@ class Kernel:
     @classmethod
     def entry_for(cls, call: CallSpec) -> Entry:
         """The build identity and build of this call."""
-        raise NotImplementedError(f"{cls.__name__} must define entry_for")
+        if not cls.serves():
+            raise NotImplementedError(f"{cls.__name__} must define entry_for or candidates")
+        return cls.candidates(call)[0]
 
     @classmethod
     def candidates(cls, call: CallSpec) -> list[Entry]:
         """Entries worth timing when tuning is requested; the default one first."""
         return [cls.entry_for(call)]
+
+    @classmethod
+    def serves(cls) -> bool:
+        """Whether the class defines one of these two."""
+        above = cls.__mro__[: cls.__mro__.index(Kernel)]
+        return any({"entry_for", "candidates"} & vars(one).keys() for one in above)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,8 @@ from tileops.engine.plan import (
 )
 from tileops.engine.roofline import Roofline, roofline_of
 from tileops.engine.settings import settings
-from tileops.engine.signature.generate import make_constructor_check, make_signature
+from tileops.engine.signature.construction import make_constructor_check
+from tileops.engine.signature.generate import make_signature
 from tileops.engine.signature.params import bind_params, key_of
 
 if TYPE_CHECKING:

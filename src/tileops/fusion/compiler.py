@@ -29,6 +29,7 @@ OWN_PRODUCTS = ("max_autotune", "max_autotune_gemm", "freezing")
 it times templates, or rearranges weights once."""
 PASSES = (
     "substitution:substitute",
+    "grouped:group",
     "placement:place",
     "epilogues:take",
     "products:unroll",

@@ -24,6 +24,7 @@ from tileops.engine.plan import in_tree_kernels
 from tileops.engine.select import select
 from tileops.engine.targets import device_facts
 from tileops.fusion.graph import fusable, hint_of, tensors_of, value_of
+from tileops.fusion.reading import fixed
 
 __all__ = [
     "ADVANTAGE",
@@ -190,14 +191,40 @@ def written_out_wins(result: torch.Tensor, keys: Any) -> str:
     return f"Inductor's code is faster for fewer than {least} scores a head, here {scores}"
 
 
-def takes_groups(result: torch.Tensor) -> bool:
-    """Whether torch's attention, without a mask, reads grouped heads uncopied, as FlashAttention does."""
-    if result.device.type == "cpu":
+def takes_groups(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    causal: bool = False,
+) -> bool:
+    """Whether torch's attention reads grouped heads uncopied, as FlashAttention does where there is no mask
+    and cuDNN's where that takes the call. ``[B, H, S, D]`` each, fake values."""
+    if q.device.type == "cpu":
         return True
-    if result.device.type != "cuda" or not torch.backends.cuda.flash_sdp_enabled():
+    if q.device.type != "cuda":
         return False
-    able = device_facts(result.device).arch >= FLASH_ARCH
-    return able and result.dtype.itemsize == 2 and result.shape[-1] <= FLASH_HEAD
+    able = device_facts(q.device).arch >= FLASH_ARCH and torch.backends.cuda.flash_sdp_enabled()
+    if mask is None and able and q.dtype.itemsize == 2 and q.shape[-1] <= FLASH_HEAD:
+        return True
+    if not torch.cuda.is_available():
+        return False
+    given: list[Any] = [None if t is None else _hinted(t) for t in (q, k, v, mask)]
+    params = torch.backends.cuda.SDPAParams(*given, dropout, causal, True)  # type: ignore[call-arg]
+    return torch.backends.cuda.can_use_cudnn_attention(params)
+
+
+def _hinted(fake: Any) -> Any:
+    """A fake value of the sizes that are hinted where they are symbolic: no guard comes of asking it."""
+    if all(fixed(n) is not None for n in fake.shape):
+        return fake
+    sizes, strides = map(hint_of, fake.shape), map(hint_of, fake.stride())
+    with fake.fake_mode:
+        made = torch.empty_strided(
+            tuple(sizes), tuple(strides), dtype=fake.dtype, device=fake.device
+        )
+    return made.requires_grad_(fake.requires_grad)
 
 
 # ---- epilogues of products -----------------------------------------------------------------------

@@ -30,9 +30,12 @@ def plainly(edit: Edit, pattern: Pattern, proof: Proof) -> tuple[Node, str] | st
         reason = written_out_wins(root, proof.facts.shape("k")[1])
         if reason:
             return reason
-    whole = takes_groups(root)
-    given = [_as_found(edit, pattern, proof, name, whole) for name in wanted.holes]
+    given = [_as_found(edit, pattern, proof, name, True) for name in wanted.holes]
     named = dict(wanted.named)
+    q, k, v = map(value_of, given)
+    if not takes_groups(q, k, v, causal=bool(named.get("is_causal"))):
+        edit.undo()
+        given = [_as_found(edit, pattern, proof, name, False) for name in wanted.holes]
     entries = [value_of(node).shape[1:2] for node in given]
     if not all(equal_shapes(entries[0], other) for other in entries[1:]):
         named[wanted.grouped] = True

@@ -16,17 +16,24 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["FP8_TOP", "INT8_TOP", "to_float8", "to_int8"]
+__all__ = ["to_float8", "to_int8"]
 
 INT8_TOP, FP8_TOP = 127.0, 448.0
+Axes = int | tuple[int, ...]
 
 
-def to_int8(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """``values`` over a ``scale`` that broadcasts, both float32."""
+def to_int8(values: torch.Tensor, over: Axes, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """``q`` and ``scale`` of float32 ``values``, which share a scale along ``over``."""
+    scale = _scale(values, over, eps, INT8_TOP)
     quotient = (values / scale).round().clamp(-128.0, 127.0)
-    return quotient.nan_to_num(0.0).to(torch.int8)
+    return quotient.nan_to_num(0.0).to(torch.int8), scale.squeeze(over)
 
 
-def to_float8(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """``values`` over a ``scale`` that broadcasts, both float32."""
-    return (values / scale).clamp(-FP8_TOP, FP8_TOP).to(torch.float8_e4m3fn)
+def to_float8(values: torch.Tensor, over: Axes, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """``q`` and ``scale`` of float32 ``values``, which share a scale along ``over``."""
+    scale = _scale(values, over, eps, FP8_TOP)
+    return (values / scale).clamp(-FP8_TOP, FP8_TOP).to(torch.float8_e4m3fn), scale.squeeze(over)
+
+
+def _scale(values: torch.Tensor, over: Axes, eps: float, top: float) -> torch.Tensor:
+    return values.abs().amax(over, keepdim=True).clamp(min=eps) / top

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from tileops.authoring import KernelInterface, Op
-from tileops.quantization.formula import FP8_TOP, to_float8
+from tileops.quantization.formula import to_float8
 
 BLOCK = 128
 """Rows and columns of a block that has one scale."""
@@ -24,9 +24,7 @@ class FP8QuantPerTokenGroupFwdOp(Op):
 
     @staticmethod
     def decomposition(x: torch.Tensor, *, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        values = x.float()
-        scale = values.abs().amax(-1).clamp(min=eps) / FP8_TOP
-        return to_float8(values, scale.unsqueeze(-1)), scale
+        return to_float8(x.float(), -1, eps)
 
 
 class FP8QuantPerBlockFwdOp(Op):
@@ -45,6 +43,5 @@ class FP8QuantPerBlockFwdOp(Op):
         down, across = (rows + BLOCK - 1) // BLOCK, (columns + BLOCK - 1) // BLOCK
         padding = (0, across * BLOCK - columns, 0, down * BLOCK - rows)
         values = F.pad(w.float(), padding).reshape(down, BLOCK, across, BLOCK)
-        scale = values.abs().amax((1, 3)).clamp(min=eps) / FP8_TOP
-        q = to_float8(values, scale[:, None, :, None]).reshape(down * BLOCK, across * BLOCK)
-        return q[:rows, :columns], scale
+        q, scale = to_float8(values, (1, 3), eps)
+        return q.reshape(down * BLOCK, across * BLOCK)[:rows, :columns], scale

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from tileops.authoring import KernelInterface, Op
-from tileops.quantization.formula import INT8_TOP, to_int8
+from tileops.quantization.formula import to_int8
 
 GROUP = 128
 """Neighbours that share a scale."""
@@ -24,9 +24,7 @@ class INT8QuantPerChannelFwdOp(Op):
 
     @staticmethod
     def decomposition(w: torch.Tensor, *, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        values = w.float()
-        scale = values.abs().amax(-1).clamp(min=eps) / INT8_TOP
-        return to_int8(values, scale.unsqueeze(-1)), scale
+        return to_int8(w.float(), -1, eps)
 
 
 class INT8QuantPerTensorFwdOp(Op):
@@ -39,9 +37,8 @@ class INT8QuantPerTensorFwdOp(Op):
 
     @staticmethod
     def decomposition(x: torch.Tensor, *, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        values = x.float()
-        scale = values.abs().amax().clamp(min=eps) / INT8_TOP
-        return to_int8(values, scale), scale.reshape(1)
+        q, scale = to_int8(x.float(), tuple(range(x.ndim)), eps)
+        return q, scale.reshape(1)
 
 
 class INT8QuantPerTokenGroupFwdOp(Op):
@@ -60,9 +57,8 @@ class INT8QuantPerTokenGroupFwdOp(Op):
         groups = (size + GROUP - 1) // GROUP
         values = F.pad(x.float(), (0, groups * GROUP - size))
         values = values.reshape(*x.shape[:-1], groups, GROUP)
-        scale = values.abs().amax(-1).clamp(min=eps) / INT8_TOP
-        q = to_int8(values, scale.unsqueeze(-1)).reshape(*x.shape[:-1], groups * GROUP)
-        return q[..., :size], scale
+        q, scale = to_int8(values, -1, eps)
+        return q.reshape(*x.shape[:-1], groups * GROUP)[..., :size], scale
 
 
 class SmoothQuantFwdOp(Op):
@@ -78,6 +74,4 @@ class SmoothQuantFwdOp(Op):
     def decomposition(
         x: torch.Tensor, smooth: torch.Tensor, *, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        values = x.float() / smooth
-        scale = values.abs().amax(-1).clamp(min=eps) / INT8_TOP
-        return to_int8(values, scale.unsqueeze(-1)), scale
+        return to_int8(x.float() / smooth, -1, eps)

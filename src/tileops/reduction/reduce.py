@@ -6,6 +6,8 @@ stays as 1 with ``keepdim``. Sums are formed in float32 (float64 for float64) an
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from tileops.authoring import KernelInterface, Op
@@ -23,6 +25,13 @@ def _every(x: torch.Tensor, dim: Axes) -> tuple[int, ...]:
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _truth(
+    function: Callable[..., torch.Tensor], x: torch.Tensor, dim: Axes, keepdim: bool
+) -> torch.Tensor:
+    # Along no axis Inductor takes torch's function for one along every axis.
+    return x != 0 if dim == () else function(x, dim, keepdim)
 
 
 class SumFwdOp(Op):
@@ -179,7 +188,7 @@ class AllFwdOp(Op):
 
     @staticmethod
     def decomposition(input: torch.Tensor, *, dim: Axes, keepdim: bool) -> torch.Tensor:
-        return torch.all(input, dim, keepdim)
+        return _truth(torch.all, input, dim, keepdim)
 
 
 class AnyFwdOp(Op):
@@ -190,7 +199,7 @@ class AnyFwdOp(Op):
 
     @staticmethod
     def decomposition(input: torch.Tensor, *, dim: Axes, keepdim: bool) -> torch.Tensor:
-        return torch.any(input, dim, keepdim)
+        return _truth(torch.any, input, dim, keepdim)
 
 
 class CountNonzeroFwdOp(Op):

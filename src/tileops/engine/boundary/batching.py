@@ -26,6 +26,7 @@ from tileops.engine.boundary.instances import resolve
 from tileops.engine.boundary.schema import returned_of
 from tileops.engine.errors import TransformError
 from tileops.engine.manifest.entry import Branch, Entry
+from tileops.engine.manifest.expr import is_call_of
 from tileops.engine.signature.sharding import SUM, Way, ways
 
 __all__ = ["Leading", "give_batching", "leading", "takes_a_batch"]
@@ -81,8 +82,8 @@ def _first(tree: ast.expr) -> tuple[str, ...]:
         return ()
     value = element.value
     parts = [value]
-    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
-        parts = value.args if value.func.id == "bcast" else []
+    if isinstance(value, ast.Call):
+        parts = value.args if is_call_of(value, "bcast") else []
     names = [part.id for part in parts if isinstance(part, ast.Name)]
     return tuple(names) if len(names) == len(parts) else ()
 

@@ -11,9 +11,9 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeGuard
 
-__all__ = ["DTYPES", "FUNCTIONS", "Expr", "ExpressionError", "broadcast", "parse"]
+__all__ = ["DTYPES", "FUNCTIONS", "Expr", "ExpressionError", "broadcast", "is_call_of", "parse"]
 
 DTYPES = (
     "bool", "uint8", "int8", "int16", "int32", "int64",
@@ -223,11 +223,7 @@ class Expr:
     def names(self) -> frozenset[str]:
         """Free names: dims, dtype variables, params, dtypes (not functions, not ``passed``'s)."""
         skip = {id(n.func) for n in ast.walk(self.tree) if isinstance(n, ast.Call)}
-        skip |= {
-            id(n.args[0])
-            for n in ast.walk(self.tree)
-            if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "passed"
-        }
+        skip |= {id(call.args[0]) for call in self.calls_of("passed")}
         return frozenset(
             n.id for n in ast.walk(self.tree) if isinstance(n, ast.Name) and id(n) not in skip
         )
@@ -235,14 +231,8 @@ class Expr:
     @cached_property
     def presence(self) -> frozenset[str]:
         """Inputs whose presence the expression asks for."""
-        return frozenset(
-            n.args[0].id
-            for n in ast.walk(self.tree)
-            if isinstance(n, ast.Call)
-            and isinstance(n.func, ast.Name)
-            and n.func.id == "passed"
-            and isinstance(n.args[0], ast.Name)
-        )
+        asked = (call.args[0] for call in self.calls_of("passed"))
+        return frozenset(node.id for node in asked if isinstance(node, ast.Name))
 
     @cached_property
     def bases(self) -> frozenset[str]:
@@ -252,6 +242,10 @@ class Expr:
             for n in ast.walk(self.tree)
             if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)
         )
+
+    def calls_of(self, function: str) -> list[ast.Call]:
+        """The calls of ``function``, however deep they stand."""
+        return [node for node in ast.walk(self.tree) if is_call_of(node, function)]
 
     def evaluate(self, env: Mapping[str, Any], passed: frozenset[str] = frozenset()) -> Any:
         """The value under ``env``; raises ``KeyError`` for a name that has none."""
@@ -274,6 +268,13 @@ def parse(text: object) -> Expr:
     expr = Expr(str(text))
     expr.tree  # noqa: B018  (validates)
     return expr
+
+
+def is_call_of(node: ast.AST, function: str) -> TypeGuard[ast.Call]:
+    """Whether a node is a call of ``function``."""
+    return (
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == function
+    )
 
 
 def _atoms(node: ast.expr) -> list[ast.expr]:

@@ -15,17 +15,16 @@ from typing import Any, NoReturn
 import torch
 
 from tileops.engine.errors import ManifestError
-from tileops.engine.manifest.entry import Entry, Input, Rule
+from tileops.engine.manifest.entry import Entry, Input
 from tileops.engine.manifest.expr import DTYPES, Expr
+from tileops.engine.signature.construction import settled_at_construction
 from tileops.engine.signature.patterns import is_call, multiple_of, sum_of
-from tileops.engine.signature.runtime import DTYPE_VALUES, HELPERS, fail_rule
+from tileops.engine.signature.runtime import HELPERS
 from tileops.engine.signature.source import compile_source
 
 __all__ = [
-    "make_constructor_check",
     "make_signature",
     "presence_lines",
-    "settled_at_construction",
     "signature_source",
 ]
 
@@ -363,7 +362,7 @@ class _Emitter:
             shown += "".join(f", {n}_passed={n} is not None" for n in sorted(rule.require.presence))
             blame = rule.argument or self._blame(rule.require)
             met = f"_holds({self.source(rule.require)})"
-            if "bcast(" in rule.require.text:  # shapes that do not broadcast do not meet it
+            if rule.require.calls_of("bcast"):  # shapes that do not broadcast do not meet it
                 self.emit("try:")
                 self.emit(f"    _met = {met}")
                 self.emit("except ValueError:")
@@ -385,7 +384,7 @@ class _Emitter:
 
     def broadcast_checks(self) -> None:
         for output in self.entry.outputs:
-            if "bcast(" not in output.shape.text:
+            if not output.shape.calls_of("bcast"):
                 continue
             names = [i.name for i in self.entry.inputs]
             shapes = " and ".join(
@@ -404,7 +403,7 @@ class _Emitter:
         parts = []
         for output in self.entry.outputs:
             self._derive(output.shape.names)
-            if "bcast(" in output.shape.text:
+            if output.shape.calls_of("bcast"):
                 shape = f"out_{output.name}"
             else:
                 shape = f"tuple({self.source(output.shape)})"
@@ -478,26 +477,6 @@ def make_signature(entry: Entry, suffix: str = "") -> Callable[..., Any]:
     filename = f"tileops_generated/{entry.family}/{_snake(entry.name)}_signature{suffix}.py"
     function: Callable[..., Any] = compile_source(source, filename, namespace)["signature"]
     return function
-
-
-def settled_at_construction(entry: Entry, rule: Rule) -> bool:
-    """Whether a rule is about parameters alone."""
-    return rule.require.names <= entry.shape_params | set(DTYPES) and not rule.require.presence
-
-
-def make_constructor_check(entry: Entry) -> Callable[[dict[str, Any]], None]:
-    """Checks the rules that only concern parameters; raises ``CheckError``."""
-    rules = [rule for rule in entry.rules if settled_at_construction(entry, rule)]
-
-    def check(params: dict[str, Any]) -> None:
-        env = {**DTYPE_VALUES, **params}
-        for rule in rules:
-            if not rule.require.evaluate(env):
-                shown = {name: params[name] for name in sorted(rule.require.names - set(DTYPES))}
-                blame = rule.argument or next(iter(shown), "the constructor")
-                fail_rule(entry.name, blame, rule.message, **shown)
-
-    return check
 
 
 def _snake(name: str) -> str:

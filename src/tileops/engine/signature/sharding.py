@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tileops.engine.manifest.entry import Branch, Entry
-from tileops.engine.manifest.expr import Expr
+from tileops.engine.manifest.expr import Expr, is_call_of
 from tileops.engine.manifest.sharding import ShardingRule
 from tileops.engine.signature.runtime import DTYPE_VALUES
 
@@ -138,7 +138,7 @@ class _Call:
         sizes: list[Any] = []
         for element in tree.elts:
             inner = element.value if isinstance(element, ast.Starred) else element
-            if isinstance(inner, ast.Call) and ast.unparse(inner.func) == "bcast":
+            if is_call_of(inner, "bcast"):
                 sizes += self.broadcast([self.value(argument) for argument in inner.args])
             else:
                 sizes += self.value(ast.Tuple([element], ast.Load()))
@@ -181,9 +181,8 @@ class _Call:
         """Dims that an entry lists side by side are cut side by side, as are those that a rule wants to
         broadcast."""
         self.side_by_side: set[str] = set()
-        for node in (n for rule in self.entry.rules for n in ast.walk(rule.require.tree)):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "bcast":
-                self.broadcast([self.value(argument) for argument in node.args])
+        for call in (call for rule in self.entry.rules for call in rule.require.calls_of("bcast")):
+            self.broadcast([self.value(argument) for argument in call.args])
         for rule in self.entry.sharding:
             if len(rule.names) > 1 and not set(rule.names) & {i.name for i in self.entry.inputs}:
                 self.link([a for a in list(self.linked) if a[0] in rule.names])

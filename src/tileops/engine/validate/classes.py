@@ -231,8 +231,8 @@ def _kernels(op_cls: Any, fault: Fault, report: Report) -> None:
                 fault(f"kernels {names[name]} and {path} have one name, {name!r}")
             if device not in kernel.devices and kernel.devices != ("*",):
                 fault(f"kernel {path} stands under {device} and is for {', '.join(kernel.devices)}")
-            if kernel.entry_for.__func__ is Kernel.entry_for.__func__:  # type: ignore[attr-defined]
-                fault(f"kernel {path} does not define entry_for")
+            if not kernel.serves():
+                fault(f"kernel {path} defines neither entry_for nor candidates")
             if kernel.general:
                 general.append(path)
         if len(general) > 1:

@@ -192,21 +192,27 @@ def _synchronizes(node: _Node, on_gpu: bool) -> bool:
 
 
 class _Timeline:
-    """Kernels of a GPU in order, and which part of it each call of a graph launched."""
+    """Kernels of a GPU in order, and which part of it each call of a graph launched.
+
+    A launch and its kernel are told by the name and the time, which are the same number in both.
+    """
 
     def __init__(self, nodes: list[_Node], device: list[Span]) -> None:
         self.device = sorted(device, key=lambda each: each.start)
-        launched = [(node, kernel) for node in nodes for kernel in node.span.kernels]
-        names = [each.name for each in self.device]
-        # One stream runs kernels as they were launched; with several the parts are not told apart.
-        self.ordered = [name for _, (name, _) in launched] == names
-        self.launchers = [node for node, _ in launched]
+        waiting: dict[tuple[str, float], list[Span]] = {}
+        for span in reversed(self.device):
+            waiting.setdefault((span.name, span.end - span.start), []).append(span)
+        self.launched: list[tuple[_Node, Span | None]] = []
+        for node in nodes:
+            for kernel in node.span.kernels:
+                spans = waiting.get(kernel)
+                self.launched.append((node, spans.pop() if spans else None))
 
     def part(self, of: _Node) -> list[Span] | None:
-        if not self.device or not self.ordered:
-            return None
-        both = zip(self.launchers, self.device, strict=True)
-        return [span for node, span in both if node is of or _covers(of, node)]
+        """None where nothing is known of a kernel."""
+        own = [span for node, span in self.launched if node is of or _covers(of, node)]
+        known = [span for span in own if span is not None]
+        return sorted(known, key=lambda each: each.start) if len(known) == len(own) else None
 
 
 def _idle(spans: list[Span] | None) -> float | None:
@@ -302,8 +308,11 @@ def _kernels(lowered: Inductor, calls: list[_Node], timeline: _Timeline) -> None
     times: list[list[float]] = [[] for _ in lowered.kernels]
     for call in calls:
         spans = timeline.part(call)
-        found = _on_device(lowered.kernels, spans) if spans else _on_host(lowered.kernels, call)
-        for seen, time in zip(times, found, strict=True):
+        if not timeline.device:
+            found = _on_host(lowered.kernels, call)
+        else:
+            found = [] if spans is None else _on_device(lowered.kernels, spans)
+        for seen, time in zip(times, found, strict=bool(found)):
             if time is not None:
                 seen.append(time)
     peak = private.memory_gbps() if timeline.device else None

@@ -31,9 +31,12 @@ __all__ = [
 
 DEVICE = f"{__name__}_triton"
 
-SHARE = {"cublas_epilogue": 0.99, "persistent_epilogue": 0.5, "triton_epilogue": 0.97}
-"""Of the speed of the product alone: the library's, the Triton kernel's for the last. No card has run the
-persistent kernel yet, so its share is one with which it is not chosen."""
+SHARE = {"cublas_epilogue": 1.0, "persistent_epilogue": 0.95, "triton_epilogue": 0.94}
+"""Of the speed of the product alone: the library's, the Triton kernel's for the last. Measure with
+`python -m benchmarks.epilogue` and write the medians here."""
+FEW_TILES = 0.82
+"""That share of the persistent kernel for less than one round of tiles: nothing is fetched while a tile is
+finished."""
 ROW_BLOCK = 2048
 """Columns that one program of a kernel over a matrix takes at most."""
 
@@ -271,14 +274,24 @@ class PersistentTile:
         return stages + self.rows * self.columns // self.parts * ends + 1024
 
 
+_ALONE = PersistentTile(128, 128, 64, 8, 4, parts=2)
+"""The fastest where a multiprocessor gets one tile at most."""
+_WITH_RESIDUAL = PersistentTile(128, 256, 64, 8, 3, parts=2)
+"""The fastest where a residual is fetched: two programs beside each other wait for it at the same time."""
 PERSISTENT_TILES = (
-    PersistentTile(128, 256, 64, 8, 4, parts=2),
-    PersistentTile(128, 256, 64, 8, 3, parts=2),
     PersistentTile(128, 128, 64, 4, 3, parts=2, beside=2),
+    _WITH_RESIDUAL,
+    PersistentTile(128, 256, 64, 8, 4, parts=2),
     PersistentTile(256, 128, 64, 8, 3),
-    PersistentTile(128, 128, 64, 8, 4, parts=2),
+    _ALONE,
     PersistentTile(128, 128, 128, 8, 3, parts=2),
 )
+
+
+def _few_tiles(call: CallSpec) -> bool:
+    """Fewer than two programs on each multiprocessor take at once."""
+    rows, columns, _ = sizes(call)
+    return cdiv(rows, 128) * cdiv(columns, 128) < 2 * call.device.multiprocessors
 
 
 class PersistentEpilogue(Kernel):
@@ -308,7 +321,8 @@ class PersistentEpilogue(Kernel):
 
     @classmethod
     def cost(cls, call: CallSpec) -> float:
-        return cost_of(call, "cublas") / SHARE[cls.name] + _beside(call)
+        share = FEW_TILES if _few_tiles(call) else SHARE[cls.name]
+        return cost_of(call, "cublas") / share + _beside(call)
 
     @classmethod
     def entry_for(cls, call: CallSpec) -> Entry:
@@ -324,7 +338,9 @@ class PersistentEpilogue(Kernel):
         itemsize, room = call.spec("a").dtype.itemsize, call.device.shared_memory or 227 << 10
         # What is written and what is read pass through it.
         ends = call.spec("d").dtype.itemsize + (itemsize if call.inputs["residual"] else 0)
-        return [tile for tile in PERSISTENT_TILES if tile.shared(itemsize, ends) <= room]
+        fitting = [tile for tile in PERSISTENT_TILES if tile.shared(itemsize, ends) <= room]
+        best = _ALONE if _few_tiles(call) else _WITH_RESIDUAL if call.inputs["residual"] else None
+        return sorted(fitting, key=lambda tile: tile != best)
 
     @classmethod
     def entry_of(cls, call: CallSpec, tile: PersistentTile) -> Entry:

@@ -181,10 +181,6 @@ class HeldRows(Kernel):
         return None
 
     @classmethod
-    def entry_for(cls, call: CallSpec) -> Entry:
-        return cls.candidates(call)[0]
-
-    @classmethod
     def candidates(cls, call: CallSpec) -> list[Entry]:
         asked = Quantisation.of(call)
         length = asked.x.shape[-1]
@@ -199,10 +195,6 @@ class Groups(Kernel):
     """Groups of 128 neighbours, several to a program."""
 
     name = "triton_groups"
-
-    @classmethod
-    def entry_for(cls, call: CallSpec) -> Entry:
-        return cls.candidates(call)[0]
 
     @classmethod
     def candidates(cls, call: CallSpec) -> list[Entry]:

@@ -156,10 +156,6 @@ class RowSoftmax(Kernel):
         return _wide(call)
 
     @classmethod
-    def entry_for(cls, call: CallSpec) -> Entry:
-        return cls.candidates(call)[0]
-
-    @classmethod
     def candidates(cls, call: CallSpec) -> list[Entry]:
         sizes = (16, 8, 32) if "grad" in _tensors(call) else (32, 16, 8, 64)
         return [cls._entry(call, held) for held in sizes]

@@ -70,10 +70,6 @@ class Rotate(Kernel):
         return None
 
     @classmethod
-    def entry_for(cls, call: CallSpec) -> Entry:
-        return cls.candidates(call)[0]
-
-    @classmethod
     def candidates(cls, call: CallSpec) -> list[Entry]:
         kind = "tokens of several heads" if _shares(call) else "tokens"
         sizes = SIZES[kind if _few_heads(call) else "heads"]

@@ -93,10 +93,6 @@ class RotateByTables(Kernel):
         return None
 
     @classmethod
-    def entry_for(cls, call: CallSpec) -> Entry:
-        return cls.candidates(call)[0]
-
-    @classmethod
     def candidates(cls, call: CallSpec) -> list[Entry]:
         return list({e.identity: e for e in (_entry(call, *size) for size in SIZES)}.values())
 
