@@ -29,22 +29,21 @@ class _Entered(threading.local):
 _entered = _Entered()
 
 
-def _inductor(graph: Any, examples: Any) -> Run:
+def _inductor(graph: Any, examples: Any) -> Any:
     """``torch.compile``'s backend "inductor", whose code tells of its calls."""
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def told(*args: Any, **kwargs: Any) -> Any:
-        made = compile_fx_inner(*args, **kwargs)
+        made: Any = compile_fx_inner(*args, **kwargs)
         code = getattr(made, "current_callable", None)
-        if code is not None:
+        if callable(code):
             made.current_callable = _telling(code)
         return made
 
     # What this cache has would come without being told. Inductor's own has the code all the same.
     with config.patch(enable_autograd_cache=False):
-        compiled: Run = compile_fx(graph, examples, inner_compile=told)
-        return compiled
+        return compile_fx(graph, examples, inner_compile=told)
 
 
 def _telling(code: Run) -> Run:
@@ -101,11 +100,11 @@ def _state() -> tuple[int, bool]:
 class Compiled:
     """``function`` of tensors and None, compiled at its first call; as it is where that fails."""
 
-    def __init__(self, function: types.FunctionType, name: str) -> None:
+    def __init__(self, function: Run, name: str) -> None:
+        assert isinstance(function, types.FunctionType)
         # A code object of its own: ops must not share one frame's recompile limit.
-        own = types.FunctionType(
-            function.__code__.replace(), function.__globals__, name, None, function.__closure__
-        )
+        code = function.__code__.replace(co_name=name)
+        own = types.FunctionType(code, function.__globals__, name, None, function.__closure__)
         self.function, self.name = function, name
         self.compiled = torch.compile(own, dynamic=True, fullgraph=True, backend=_inductor)
         self.first = threading.Lock()

@@ -86,7 +86,11 @@ def _on_device(run: Run, index: int) -> Run:
 
 
 def _writing(
-    run: Run, check: Callable[..., None] | None, op: str, written: dict[int, str], returned: int | None
+    run: Run,
+    check: Callable[..., None] | None,
+    op: str,
+    written: dict[int, str],
+    returned: int | None,
 ) -> Run:
     bump = torch.autograd.graph.increment_version
     inference = torch.is_inference_mode_enabled
