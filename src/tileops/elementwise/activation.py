@@ -16,7 +16,7 @@ class ReLUFwdOp(Op):
     """
 
     kernel = KernelInterface(
-        compiled_from=1 << 18, cuda=("pointwise:Pointwise",), cpu=("in_place:InPlace",)
+        compiled_from=1 << 17, cuda=("pointwise:Pointwise",), cpu=("in_place:InPlace",)
     )
 
     @staticmethod
@@ -44,7 +44,7 @@ class PReLUFwdOp(Op):
     ``torch.nn.functional.prelu``.
     """
 
-    kernel = KernelInterface(compiled_from=1 << 18, cuda=("pointwise:PReLU",))
+    kernel = KernelInterface(compiled_from=1 << 17, cuda=("pointwise:PReLU",))
 
     @staticmethod
     def decomposition(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -58,7 +58,7 @@ class ELUFwdOp(Op):
     """
 
     kernel = KernelInterface(
-        compiled_from=1 << 18, cuda=("pointwise:Pointwise",), cpu=("in_place:InPlace",)
+        compiled_from=1 << 17, cuda=("pointwise:Pointwise",), cpu=("in_place:InPlace",)
     )
 
     @staticmethod
@@ -73,7 +73,7 @@ class SELUFwdOp(Op):
     """
 
     kernel = KernelInterface(
-        compiled_from=1 << 18, cuda=("pointwise:Pointwise",), cpu=("in_place:InPlace",)
+        compiled_from=1 << 17, cuda=("pointwise:Pointwise",), cpu=("in_place:InPlace",)
     )
 
     @staticmethod
@@ -157,7 +157,7 @@ class MishFwdOp(Op):
     """
 
     kernel = KernelInterface(
-        compiled_from=1 << 18, cuda=("pointwise:Pointwise",), cpu=("in_place:InPlace",)
+        compiled_from=1 << 17, cuda=("pointwise:Pointwise",), cpu=("in_place:InPlace",)
     )
 
     @staticmethod

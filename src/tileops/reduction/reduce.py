@@ -15,7 +15,7 @@ from tileops.authoring import KernelInterface, Op
 Axes = tuple[int, ...] | None
 
 _REDUCE = KernelInterface(cuda=("reduce:Reduce",))
-_COMPILED = KernelInterface(compiled_from=1 << 18, cuda=_REDUCE.cuda)
+_COMPILED = KernelInterface(compiled_from=1 << 17, cuda=_REDUCE.cuda)
 
 
 def _every(x: torch.Tensor, dim: Axes) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ _SOFTMAX = KernelInterface(
         "softmax:ColumnSoftmax",
     )
 )
-_COMPILED = KernelInterface(compiled_from=1 << 18, cuda=_SOFTMAX.cuda)
+_COMPILED = KernelInterface(compiled_from=1 << 17, cuda=_SOFTMAX.cuda)
 
 
 def _axis(dim: int | None, rank: int) -> int:
