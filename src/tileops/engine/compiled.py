@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Compiled"]
+__all__ = ["Compiled", "inside"]
 
 Run = Callable[..., Any]
 
@@ -27,6 +27,11 @@ class _Entered(threading.local):
 
 
 _entered = _Entered()
+
+
+def inside() -> bool:
+    """Whether this thread compiles or enters a kernel of ours: its graphs are not the user's."""
+    return _entered.calls is not None
 
 
 def _inductor(graph: Any, examples: Any) -> Any:
