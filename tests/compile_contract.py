@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -546,29 +546,28 @@ def gemm_epilogue_that_keeps(batch: int) -> Tensors:
     return {"a": torch.randn(batch, 8), "b": torch.randn(6, 8)}
 
 
-def _epilogue_gradients() -> None:
+def _gradients(path: str, base: str, tensors: Callable[[int], Tensors], names: Sequence[str],
+               **params: Any) -> None:  # fmt: skip
     """A sample for each choice of gradients."""
-
-    def tensors(batch: int) -> Tensors:
-        given = {"grad_d": torch.randn(batch, 6), "a": torch.randn(batch, 8)}
-        return {**given, "b": torch.randn(6, 8), "bias": torch.randn(6)}
-
-    names = ("a", "b", "bias", "residual")
     for count in range(len(names)):
         for absent in itertools.combinations(names, count):
 
             def sample(batch: int) -> Tensors:
                 return tensors(batch)
 
-            sample.__name__ = "_".join(("gemm_epilogue_backward", *absent))
+            sample.__name__ = "_".join((tensors.__name__, *absent))
             suffix = "".join(f"_without_grad_{name}" for name in absent)
             wants = {f"wants_{name}": False for name in absent}
-            register = cold("gemm.GEMMEpilogueBwdOp", f"gemm_epilogue_bwd{suffix}",
-                            activation="gelu", **wants)  # fmt: skip
-            register(sample)
+            cold(path, f"{base}{suffix}", **params, **wants)(sample)
 
 
-_epilogue_gradients()
+def gemm_epilogue_backward(batch: int) -> Tensors:
+    given = {"grad_d": torch.randn(batch, 6), "a": torch.randn(batch, 8)}
+    return {**given, "b": torch.randn(6, 8), "bias": torch.randn(6)}
+
+
+_gradients("gemm.GEMMEpilogueBwdOp", "gemm_epilogue_bwd", gemm_epilogue_backward,
+           ("a", "b", "bias", "residual"), activation="gelu")  # fmt: skip
 
 
 # ---- attention -----------------------------------------------------------------------------------
@@ -580,6 +579,17 @@ def gqa_dense(batch: int) -> Tensors:
     inputs: Tensors = {"q": torch.randn(batch, 3, 4, 8), "k": k, "v": v}
     absent = ("q_scale", "k_scale", "v_scale", "rope_cos", "rope_sin", "sinks")
     return {**inputs, **dict.fromkeys(absent)}
+
+
+def gqa_dense_backward(batch: int) -> Tensors:
+    k, v = torch.randn(2, batch, 5, 2, 8)
+    q, grad_o = torch.randn(2, batch, 3, 4, 8)
+    inputs: Tensors = {"grad_o": grad_o, "q": q, "k": k, "v": v, "rope_cos": None, "rope_sin": None}
+    return {**inputs, "sinks": torch.randn(4)}
+
+
+_gradients("attention.GQADenseBwdOp", "attention_gqa_dense_bwd", gqa_dense_backward,
+           ("q", "k", "v", "sinks"), is_causal=True)  # fmt: skip
 
 
 @cold(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from tests import (
+    oracle_attention,
     oracle_elementwise,
     oracle_gemm,
     oracle_norm,
@@ -32,118 +33,6 @@ __all__ = ["EXACT", "call", "check", "exact", "nearer", "poisoned", "same_bits",
 
 Outputs = tuple[torch.Tensor | None, ...]
 Meaning = tuple[Outputs, dict[str, torch.Tensor]]
-
-
-# ---- attention ------------------------------------------------------------------------------
-
-
-def _turned(row: torch.Tensor, cosine: list[float], sine: list[float], layout: str) -> torch.Tensor:
-    """One head's ``[D]``, rotated pair by pair."""
-    half = len(cosine)
-    result = row.clone()
-    for i in range(half):
-        p, q = (i, i + half) if layout == "neox" else (2 * i, 2 * i + 1)
-        result[p] = row[p] * cosine[i] - row[q] * sine[i]
-        result[q] = row[q] * cosine[i] + row[p] * sine[i]
-    return result
-
-
-def _all_turned(
-    x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, start: int, layout: str
-) -> torch.Tensor:
-    result = x.clone()
-    cosines, sines = cosine.double().tolist(), sine.double().tolist()
-    for b in range(x.shape[0]):
-        for s in range(x.shape[1]):
-            for h in range(x.shape[2]):
-                place = start + s
-                result[b, s, h] = _turned(x[b, s, h], cosines[place], sines[place], layout)
-    return result
-
-
-def gqa_dense(
-    op: Any,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    q_scale: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    rope_cos: torch.Tensor | None,
-    rope_sin: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-) -> Meaning:
-    batch, s_q, heads, size = q.shape
-    s_kv, kv_heads = k.shape[1], k.shape[2]
-    group = heads // kv_heads
-    query, key, value = q.double(), k.double(), v.double()
-    if q_scale is not None and k_scale is not None and v_scale is not None:
-        for h in range(heads):
-            query[:, :, h] *= q_scale[:, h // group].double()[:, None, None]
-        key *= k_scale.double()[:, None, :, None]
-        value *= v_scale.double()[:, None, :, None]
-    if rope_cos is not None and rope_sin is not None:
-        query = _all_turned(query, rope_cos, rope_sin, s_kv - s_q, op.rope_layout)
-        key = _all_turned(key, rope_cos, rope_sin, 0, op.rope_layout)
-    scale = 1 / math.sqrt(size or 1) if op.sm_scale is None else op.sm_scale
-    result = torch.zeros(batch, s_q, heads, size, dtype=torch.float64)
-    for b in range(batch):
-        for h in range(heads):
-            for i in range(s_q):
-                seen = _seen(op, i + s_kv - s_q, s_kv)
-                if not seen:
-                    continue
-                scores = key[b, seen, h // group] @ query[b, i, h] * scale
-                if op.softcap is not None:
-                    scores = op.softcap * torch.tanh(scores / op.softcap)
-                all_scores = scores
-                if sinks is not None:
-                    all_scores = torch.cat((scores, sinks[h : h + 1].double()))
-                if all_scores.max() == -math.inf:
-                    continue  # as if nothing were seen
-                weights = torch.exp(scores - all_scores.max())
-                total = torch.exp(all_scores - all_scores.max()).sum()
-                result[b, i, h] = (weights[:, None] * value[b, seen, h // group]).sum(0) / total
-    return (result,), {}
-
-
-def _seen(op: Any, place: int, s_kv: int) -> list[int]:
-    """The keys that the query at ``place`` sees."""
-    return [
-        j
-        for j in range(s_kv)
-        if (not op.is_causal or j <= place)
-        and (op.window_size_left < 0 or j >= place - op.window_size_left)
-        and (op.window_size_right < 0 or j <= place + op.window_size_right)
-    ]
-
-
-def paged_kv_cache_write(
-    op: Any,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-) -> Meaning:
-    written = {}
-    for name, new, cache, scale in (
-        ("k_cache", k, k_cache, k_scale),
-        ("v_cache", v, v_cache, v_scale),
-    ):
-        result = cache.double()
-        for n, slot in enumerate(slot_mapping.tolist()):
-            if slot >= 0:
-                page, place = divmod(slot, cache.shape[1])
-                row = new[n].double()
-                if scale is not None:
-                    top = torch.finfo(cache.dtype).max
-                    row = (row / scale.double()).clamp(-top, top)
-                result[page, place] = row
-        written[name] = result
-    return (), written
 
 
 # ---- moe --------------------------------------------------------------------------------------
@@ -243,17 +132,16 @@ def post_permute(
 
 
 EXACT: dict[str, Callable[..., Meaning]] = {
+    **oracle_attention.EXACT,
     **oracle_elementwise.EXACT,
     **oracle_gemm.EXACT,
     **oracle_norm.EXACT,
     **oracle_quantization.EXACT,
     **oracle_reduction.EXACT,
     **oracle_rope.EXACT,
-    "GQADenseFwdOp": gqa_dense,
     "MoEExpertMLPFwdOp": expert_mlp,
     "MoEGroupedGEMMFwdOp": grouped_gemm,
     "MoEPostPermuteFwdOp": post_permute,
-    "PagedKVCacheWriteFwdOp": paged_kv_cache_write,
 }
 
 
@@ -349,16 +237,20 @@ def check(
     with poisoned():
         result = call(op, inputs, **more)
     outputs, written = exact(op, before)
+    roundings = _roundings(op, before)
     results = result if isinstance(result, tuple) else (result,) if outputs else ()
     assert outputs or result is None, result
     assert len(results) == len(outputs), results
     kind = op.entry.kind
-    for declared, given, wanted in zip(op.entry.outputs, results, outputs, strict=True):
+    for n, (declared, given, wanted) in enumerate(
+        zip(op.entry.outputs, results, outputs, strict=True)
+    ):
         label = f"{op!r}: {declared.name}"
         if wanted is None:
             assert given is None, label
             continue
-        _check_output(label, op, given, wanted, kind)
+        held = given if roundings is None else nearer(given, wanted, roundings[n])
+        _check_output(label, op, held, wanted, kind)
         if declared.is_input in written:
             assert given is inputs[str(declared.is_input)], label
         elif out is not None:
@@ -376,6 +268,14 @@ def check(
         _check_operator(op, twin, out, results, {n: inputs[n] for n in written})
         _check_other_kernels(op, before, out, (outputs, written))
     return result
+
+
+def _roundings(op: Any, inputs: dict[str, torch.Tensor | None]) -> Any:
+    """For each output what the kernel that served may be off by beyond its tolerance; None: nothing."""
+    derived = oracle_attention.ROUNDING.get(type(op).__name__)
+    if derived is None or op.last_call.kernel == "decomposition":
+        return None
+    return derived(op, **{item.name: inputs.get(item.name) for item in op.entry.inputs})
 
 
 def _check_other_kernels(

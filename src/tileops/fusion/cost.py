@@ -167,8 +167,8 @@ def brings_nothing(entry: Entry, pattern: Pattern, device: str, gradient: bool) 
     if pattern.no_gain:
         return pattern.no_gain
     if entry.kind == "template":
-        again = gradient and entry.backward is None
-        return "its gradient would compute it again" if again else ""
+        derived = gradient and entry.backward is None
+        return "its gradient would be that of its decomposition" if derived else ""
     if ADVANTAGE.get(device, {}).get(entry.kind, 0.0) > 0.0:
         return ""
     return f"on {device} its own kernel is no faster than Inductor's code"

@@ -193,13 +193,14 @@ def _blocks(queries: int, keys: int, reach: Reach, repeats: int, scale: float | 
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: torch.Tensor | None
     ) -> torch.Tensor:
         k, v = _repeated(k, repeats), _repeated(v, repeats)
-        found = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+        found = []
         for start in range(0, queries, BLOCK):
             end = min(start + BLOCK, queries)
             first = 0 if reach.left is None else max(start + shift - reach.left, 0)
             last = keys if reach.right is None else min(end + shift + reach.right, keys)
             if first >= last:
-                continue  # these queries see no key
+                found.append(torch.zeros_like(q[:, start:end]))  # these queries see no key
+                continue
             place = torch.arange(start + shift, end + shift, device=q.device)[:, None]
             other = torch.arange(first, last, device=q.device)[None, :]
             seen = torch.ones((), dtype=torch.bool, device=q.device)
@@ -207,10 +208,10 @@ def _blocks(queries: int, keys: int, reach: Reach, repeats: int, scale: float | 
                 seen = seen & (other >= place - reach.left)
             if reach.right is not None:
                 seen = seen & (other <= place + reach.right)
-            found[:, start:end] = _attention(
-                q[:, start:end], k[:, first:last], v[:, first:last], seen, False, scale
+            found.append(
+                _attention(q[:, start:end], k[:, first:last], v[:, first:last], seen, False, scale)
             )
-        return found
+        return torch.cat(found, 1)
 
     return run
 
@@ -241,5 +242,6 @@ def _attention(
 
 
 def _no_view(result: torch.Tensor) -> torch.Tensor:
-    """A view made under no_grad could not be written later where gradients are on; .data is none."""
-    return result.data
+    """A view made under no_grad could not be written later where gradients are on; .data is none. What
+    autograd follows stays as it is."""
+    return result if result.requires_grad else result.data
