@@ -15,7 +15,9 @@ class ReLUFwdOp(Op):
     API: ``torch.nn.functional.relu``.
     """
 
-    kernel = KernelInterface(cuda=("pointwise:Pointwise",), cpu=("in_place:InPlace",))
+    kernel = KernelInterface(
+        compiled_from=1 << 17, cuda=("pointwise:Pointwise",), cpu=("in_place:InPlace",)
+    )
 
     @staticmethod
     def decomposition(input: torch.Tensor, *, inplace: bool) -> torch.Tensor:
@@ -42,11 +44,11 @@ class PReLUFwdOp(Op):
     ``torch.nn.functional.prelu``.
     """
 
-    kernel = KernelInterface(cuda=("pointwise:PReLU",))
+    kernel = KernelInterface(compiled_from=1 << 17, cuda=("pointwise:PReLU",))
 
     @staticmethod
     def decomposition(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.prelu(input, weight.reshape(-1))
+        return F.prelu(input, weight if weight.ndim == 1 else weight.reshape(-1))
 
 
 class ELUFwdOp(Op):
@@ -55,7 +57,9 @@ class ELUFwdOp(Op):
     API: ``torch.nn.functional.elu``.
     """
 
-    kernel = KernelInterface(cuda=("pointwise:Pointwise",), cpu=("in_place:InPlace",))
+    kernel = KernelInterface(
+        compiled_from=1 << 17, cuda=("pointwise:Pointwise",), cpu=("in_place:InPlace",)
+    )
 
     @staticmethod
     def decomposition(input: torch.Tensor, *, alpha: float, inplace: bool) -> torch.Tensor:
@@ -68,7 +72,9 @@ class SELUFwdOp(Op):
     API: ``torch.nn.functional.selu``.
     """
 
-    kernel = KernelInterface(cuda=("pointwise:Pointwise",), cpu=("in_place:InPlace",))
+    kernel = KernelInterface(
+        compiled_from=1 << 17, cuda=("pointwise:Pointwise",), cpu=("in_place:InPlace",)
+    )
 
     @staticmethod
     def decomposition(input: torch.Tensor, *, inplace: bool) -> torch.Tensor:
@@ -150,7 +156,9 @@ class MishFwdOp(Op):
     API: ``torch.nn.functional.mish``.
     """
 
-    kernel = KernelInterface(cuda=("pointwise:Pointwise",), cpu=("in_place:InPlace",))
+    kernel = KernelInterface(
+        compiled_from=1 << 17, cuda=("pointwise:Pointwise",), cpu=("in_place:InPlace",)
+    )
 
     @staticmethod
     def decomposition(input: torch.Tensor, *, inplace: bool) -> torch.Tensor:

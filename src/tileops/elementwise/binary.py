@@ -11,12 +11,14 @@ import torch
 from tileops.authoring import KernelInterface, Op
 from tileops.lib.watching import watched
 
+_HALVES = (torch.float16, torch.bfloat16)
+
 
 def _scaled_sum(
     function: Callable[..., torch.Tensor], input: torch.Tensor, other: torch.Tensor, alpha: float
 ) -> torch.Tensor:
-    narrow = input.dtype in (torch.float16, torch.bfloat16)
-    if narrow and input.device.type == "cpu" and alpha not in (-1, 0, 1):
+    exact = alpha in (-1, 0, 1)
+    if not exact and input.dtype in _HALVES and input.device.type == "cpu":
         # There torch rounds alpha * other to the dtype before it adds; elsewhere it does not.
         return function(input.float(), other.float(), alpha=alpha).to(input.dtype)
     return function(input, other, alpha=alpha)
@@ -26,7 +28,7 @@ def _in_float32(
     function: Callable[..., torch.Tensor], input: torch.Tensor, other: torch.Tensor
 ) -> torch.Tensor:
     """``function``, of which torch would round every step to half the width."""
-    if input.dtype in (torch.float16, torch.bfloat16):
+    if input.dtype in _HALVES:
         return function(input.float(), other.float()).to(input.dtype)
     return function(input, other)
 
@@ -35,7 +37,7 @@ def _rounded_once(
     function: Callable[..., torch.Tensor], input: torch.Tensor, other: torch.Tensor
 ) -> torch.Tensor:
     """``function``, which torch rounds once on the CPU; not elsewhere, nor its derivative."""
-    if input.device.type == "cpu" and not watched(input, other):
+    if input.dtype not in _HALVES or (input.device.type == "cpu" and not watched(input, other)):
         return function(input, other)
     return _in_float32(function, input, other)
 

@@ -26,7 +26,7 @@ class SiLUAndMulFwdOp(Op):
     API: ``flashinfer.activation.silu_and_mul``.
     """
 
-    kernel = KernelInterface(cuda=("gated:Gated",), compiled_from=1 << 23)
+    kernel = KernelInterface(cuda=("gated:Gated",), compiled_from=1 << 17)
 
     @staticmethod
     def decomposition(input: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,7 @@ class SiLUAndMulBwdOp(Op):
     is ``s * (1 + gate * (1 - s))``.
     """
 
-    kernel = KernelInterface(cuda=("gated:GatedBackward",), compiled_from=1 << 20)
+    kernel = KernelInterface(cuda=("gated:GatedBackward",), compiled_from=1 << 17)
 
     @staticmethod
     def decomposition(
@@ -66,7 +66,7 @@ class GELUAndMulFwdOp(Op):
     API: ``vllm.model_executor.layers.activation.GeluAndMul``.
     """
 
-    kernel = KernelInterface(cuda=("gated:Gated",), compiled_from=1 << 23)
+    kernel = KernelInterface(cuda=("gated:Gated",), compiled_from=1 << 17)
 
     @staticmethod
     def decomposition(input: torch.Tensor, *, approximate: str) -> torch.Tensor:
@@ -81,7 +81,7 @@ class GELUAndMulBwdOp(Op):
     derivative of the tanh form.
     """
 
-    kernel = KernelInterface(cuda=("gated:GatedBackward",), compiled_from=1 << 20)
+    kernel = KernelInterface(cuda=("gated:GatedBackward",), compiled_from=1 << 17)
 
     @staticmethod
     def decomposition(

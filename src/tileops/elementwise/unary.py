@@ -30,7 +30,7 @@ class NegFwdOp(Op):
 class SignFwdOp(Op):
     """1, 0 or -1; 0 for NaN. API: ``torch.sign``."""
 
-    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+    kernel = KernelInterface(compiled_from=1 << 17, cuda=("pointwise:Pointwise",))
 
     @staticmethod
     def decomposition(input: torch.Tensor) -> torch.Tensor:
@@ -80,7 +80,7 @@ class ExpFwdOp(Op):
 class Expm1FwdOp(Op):
     """``e**input - 1``, exact near 0. API: ``torch.expm1``."""
 
-    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+    kernel = KernelInterface(compiled_from=1 << 17, cuda=("pointwise:Pointwise",))
 
     @staticmethod
     def decomposition(input: torch.Tensor) -> torch.Tensor:
@@ -110,7 +110,7 @@ class Log1pFwdOp(Op):
 class SinFwdOp(Op):
     """The sine of radians. API: ``torch.sin``."""
 
-    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+    kernel = KernelInterface(compiled_from=1 << 17, cuda=("pointwise:Pointwise",))
 
     @staticmethod
     def decomposition(input: torch.Tensor) -> torch.Tensor:
@@ -120,7 +120,7 @@ class SinFwdOp(Op):
 class CosFwdOp(Op):
     """The cosine of radians. API: ``torch.cos``."""
 
-    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+    kernel = KernelInterface(compiled_from=1 << 17, cuda=("pointwise:Pointwise",))
 
     @staticmethod
     def decomposition(input: torch.Tensor) -> torch.Tensor:

@@ -7,18 +7,22 @@ one that does not exist), then the new value of each written input that is not i
 
 from __future__ import annotations
 
-import threading
-import types
-import warnings
+import itertools
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from math import isfinite
+from types import NoneType
 from typing import Any
 
 import torch
 
+from tileops.engine.compiled import Compiled
 from tileops.engine.kernel import CallSpec, Entry, Kernel
+from tileops.engine.signature.source import compile_source
 
 __all__ = ["decomposition_kernels"]
+
+_numbers = itertools.count()
 
 
 def _fresh(result: torch.Tensor, inputs: tuple[Any, ...]) -> torch.Tensor:
@@ -39,41 +43,93 @@ def _fresh(result: torch.Tensor, inputs: tuple[Any, ...]) -> torch.Tensor:
     return result.data if result._is_view() else result
 
 
-def _runner(function: Callable[..., Any], call: CallSpec, has_out: bool, is_input: str) -> Any:
-    """A ``Run`` from a pure function: fresh outputs, new values copied into what is written."""
+def _with_constants(
+    function: Callable[..., Any], names: list[str], params: dict[str, Any]
+) -> Callable[..., Any]:
+    """``function`` of the inputs alone. Numbers are constants of its code: those that Dynamo reads from
+    elsewhere it makes symbols, or tensors, which the compiled loop then loads at every step."""
+    given, others = list(names), {}
+    for name, value in params.items():
+        finite = not any(isinstance(v, float) and not isfinite(v) for v in _leaves(value))
+        if finite and all(type(v) in (bool, int, float, str, NoneType) for v in _leaves(value)):
+            given.append(f"{name}={value!r}")
+        else:
+            others[name] = value
+            given.append(f"{name}={name}")
+    source = f"def meaning({', '.join(names)}):\n    return function({', '.join(given)})\n"
+    file = f"tileops_generated/nodes/{function.__name__}_{next(_numbers)}.py"
+    meaning: Callable[..., Any] = compile_source(source, file, {"function": function, **others})[
+        "meaning"
+    ]
+    return meaning
+
+
+def _leaves(value: Any) -> tuple[Any, ...]:
+    if type(value) is tuple:
+        return tuple(leaf for item in value for leaf in _leaves(item))
+    return (value,)
+
+
+def _node(
+    function: Callable[..., Any], call: CallSpec, has_out: bool, is_input: str
+) -> Callable[..., Any]:
+    """A ``Run`` from a pure function, but for whose memory the results are: new values are copied into
+    what is written."""
     names = list(call.inputs)
     written = [names.index(name) for name in names if name in call.written and name != is_input]
     carried = names.index(is_input) if is_input in call.written else None
     count = len(call.outputs)
     out_given = has_out and "out" in call.written
-    params = vars(call.params)
-    if count == 1 and not call.written and not has_out:
+    meaning = _with_constants(function, names, vars(call.params))
 
-        def make(*inputs: Any) -> Any:  # what most calls need, in half the time
-            result = function(*inputs, **params)
-            (result,) = result if isinstance(result, tuple) else (result,)
-            return None if result is None else _fresh(result, inputs)
-
-        return make
-
-    def run(*args: Any) -> Any:
-        inputs = args[: len(names)]
-        result = function(*inputs, **params)
+    def node(*args: Any) -> Any:
+        result = meaning(*args[: len(names)])
         results = result if isinstance(result, tuple) else (result,)
         for position, value in zip(written, results[count:], strict=True):
-            inputs[position].copy_(value)
+            args[position].copy_(value)
         if carried is not None:
-            inputs[carried].copy_(results[0])
+            args[carried].copy_(results[0])
             return None
         if out_given:
             args[-1].copy_(results[0])
             return None
-        outputs = tuple(
-            None if value is None else _fresh(value, inputs) for value in results[:count]
-        )
-        return outputs[0] if count == 1 else (outputs if count else None)
+        return results[0] if count == 1 else (tuple(results[:count]) or None)
 
-    return run
+    return node
+
+
+def _plain(
+    function: Callable[..., Any], call: CallSpec, has_out: bool, is_input: str
+) -> Callable[..., Any]:
+    """``_node``; the function itself where it is one, which takes half the time."""
+    if call.written or has_out:
+        return _node(function, call, has_out, is_input)
+    params = vars(call.params)
+    return partial(function, **params) if params else function
+
+
+def _owning(run: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """``run`` with own results. Whether they are its own already follows from the facts of a call, so
+    that of the first call holds for the plan: see ``Plan.trusted``."""
+
+    def owning(*args: Any) -> Any:
+        result = run(*args)
+        if result is None:
+            given: tuple[Any, ...] = ()
+        else:
+            given = result if isinstance(result, tuple) else (result,)
+        kept = tuple(None if value is None else _fresh(value, args) for value in given)
+        plain = type(result) is tuple if count > 1 else not isinstance(result, tuple)
+        if plain and all(
+            mine is value and not (mine is not None and mine.is_inference())  # has no views
+            for mine, value in zip(kept, given, strict=True)
+        ):
+            vars(owning)["trusted"] = getattr(run, "trusted", run)
+        if result is None:
+            return None
+        return kept[0] if count == 1 else kept
+
+    return owning
 
 
 @cache
@@ -93,7 +149,11 @@ def decomposition_kernels(
         @classmethod
         def entry_for(cls, call: CallSpec) -> Entry:
             identity = ("decomposition", function, call.key, call.device.type)
-            return Entry(identity, lambda: function, lambda f, c: _runner(f, c, has_out, is_input))
+
+            def bind(_: Any, call: CallSpec) -> Any:
+                return _owning(_plain(function, call, has_out, is_input), len(call.outputs))
+
+            return Entry(identity, lambda: function, bind)
 
     class Inductor(Kernel):
         """The decomposition as one C++ kernel."""
@@ -105,9 +165,10 @@ def decomposition_kernels(
         def refuses(cls, call: CallSpec) -> str | None:
             if compiled_from is None:
                 return "the decomposition is one ATen kernel already"
-            largest = max((s.numel for s in call.outputs.values() if s is not None), default=0)
+            specs = (*call.inputs.values(), *call.outputs.values())
+            largest = max((spec.numel for spec in specs if spec is not None), default=0)
             if largest < compiled_from:
-                return f"compiling pays from {compiled_from} output elements on, here {largest}"
+                return f"compiling pays from {compiled_from} elements on, here {largest}"
             return None
 
         @classmethod
@@ -118,56 +179,10 @@ def decomposition_kernels(
                 for s in call.inputs.values()
             )
             identity = ("inductor", function, call.key, specs, tuple(sorted(call.written)))
-            return Entry(
-                identity,
-                lambda: _compiled(function),
-                lambda f, c: _runner(f, c, has_out, is_input),
-            )
+
+            def build() -> Compiled:
+                return Compiled(_node(function, call, has_out, is_input), function.__qualname__)
+
+            return Entry(identity, build, lambda made, c: _owning(made.bound(), len(c.outputs)))
 
     return Decomposition, Inductor
-
-
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    # A code object of its own: ops must not share one frame's recompile limit.
-    own = types.FunctionType(
-        function.__code__.replace(),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    own.__kwdefaults__ = function.__kwdefaults__
-    compiled = torch.compile(own, dynamic=True, fullgraph=True)
-    first = threading.Lock()
-    ready = given_up = False
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        nonlocal ready, given_up
-        # Gradients are the boundary's affair: what requires one, or is a Parameter, must neither be
-        # recorded here nor split the compiled code by kind of tensor.
-        with torch.no_grad():
-            plain = [
-                a.detach() if isinstance(a, torch.Tensor) and not a.is_inference() else a
-                for a in args
-            ]
-            if given_up:
-                return function(*plain, **kwargs)
-            try:
-                if ready:
-                    return compiled(*plain, **kwargs)
-                with first:  # compiled at the first call: by one thread
-                    result = compiled(*plain, **kwargs)
-                    ready = True
-                    return result
-            except Exception as error:  # noqa: BLE001  (whatever a disabled or full compiler raises)
-                result = function(*plain, **kwargs)  # raises where the fault is not the compiler's
-                given_up = True
-                problem = str(error).splitlines()[0] if str(error) else type(error).__name__
-                warnings.warn(
-                    f"tileops: {function.__qualname__} runs uncompiled from now on: {problem}",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-                return result
-
-    return run

@@ -13,27 +13,34 @@ from tileops.engine.errors import CheckError
 from tileops.engine.kernel import CallSpec
 from tileops.engine.manifest.entry import Branch
 
-__all__ = ["finished"]
+__all__ = ["finisher"]
 
 Run = Callable[..., Any]
 
 
-def finished(run: Run, op: Any, call: CallSpec, branch: Branch, arguments: tuple[Any, ...]) -> Run:
-    """``run`` with what a call of these arguments (inputs, then ``out`` where the op has it) needs."""
+def finisher(
+    op: Any, call: CallSpec, branch: Branch, arguments: tuple[Any, ...]
+) -> Callable[[Run], Run]:
+    """What gives a run all that a call of these arguments (inputs, then ``out`` where the op has it)
+    needs."""
     entry = type(op).entry
     names = [*(i.name for i in entry.inputs), *(["out"] if entry.has_out else [])]
     written = [names.index(name) for name in branch.writes]
     odd = [n for n, t in enumerate(arguments) if t is not None and _is_odd(t)]
     gather = [n for n in odd if n not in written]
     copy_back = [n for n in odd if n in written]
-    if odd:
-        run = _restrided(run, gather, copy_back)
-    if call.device.type == "cuda" and torch.cuda.device_count() > 1:
-        run = _on_device(run, call.device.index)
+    elsewhere = call.device.type == "cuda" and torch.cuda.device_count() > 1
+    index = call.device.index
+
+    def placed(run: Run) -> Run:
+        if odd:
+            run = _restrided(run, gather, copy_back)
+        return _on_device(run, index) if elsewhere else run
+
     if branch.out:
         written.append(names.index("out"))
     if not written:
-        return run
+        return placed
     returned = next(
         (
             names.index("out" if output.buffer and branch.out else output.is_input)
@@ -45,7 +52,8 @@ def finished(run: Run, op: Any, call: CallSpec, branch: Branch, arguments: tuple
     growth = type(op)._growth
     growing = {n for n, places in enumerate(growth.places) if places} if growth else set()
     check = _overlaps(entry.name, names, arguments, written, growing)
-    return _writing(run, check, written, returned)
+    named = {n: names[n] for n in written}
+    return lambda run: _writing(placed(run), check, entry.name, named, returned)
 
 
 def _is_odd(tensor: torch.Tensor) -> bool:
@@ -77,16 +85,29 @@ def _on_device(run: Run, index: int) -> Run:
     return on_device
 
 
-def _writing(run: Run, check: Callable[..., None], written: list[int], returned: int | None) -> Run:
+def _writing(
+    run: Run,
+    check: Callable[..., None] | None,
+    op: str,
+    written: dict[int, str],
+    returned: int | None,
+) -> Run:
     bump = torch.autograd.graph.increment_version
+    inference = torch.is_inference_mode_enabled
 
     def writing(*args: Any) -> Any:
-        check(args)
+        # An inference tensor has no version.
+        versioned = [args[n] for n in written if not args[n].is_inference()]
+        if len(versioned) < len(written) and not inference():
+            name = next(name for n, name in written.items() if args[n].is_inference())
+            raise CheckError(op, name, "an inference tensor",
+                             "a normal one outside inference mode, since it is written")  # fmt: skip
+        if check is not None:
+            check(args)
         try:
             result = run(*args)
         finally:  # a kernel that failed may have written some of it
-            # An inference tensor has no version.
-            bump([args[n] for n in written if not args[n].is_inference()])
+            bump(versioned)
         return result if returned is None else args[returned]
 
     return writing
@@ -94,24 +115,21 @@ def _writing(run: Run, check: Callable[..., None], written: list[int], returned:
 
 def _overlaps(
     op: str, names: list[str], arguments: tuple[Any, ...], written: list[int], growing: set[int]
-) -> Callable[..., None]:
+) -> Callable[..., None] | None:
     """A check that each written tensor shares memory with no other argument: eager, functionalised
-    and out-of-order kernels would each give another answer."""
+    and out-of-order kernels would each give another answer. None where there is no other."""
     present = [n for n, t in enumerate(arguments) if t is not None and (t.numel() or n in growing)]
     device = arguments[written[0]].device
     present = [n for n in present if arguments[n].device == device and device.type != "meta"]
     pairs = [(n, m) for n in written for m in present if n in present and m != n]
+    if not pairs:
+        return None
     # A contiguous tensor's extent is a fact of the plan; the strides of another are not.
     sizes = {n: arguments[n].nbytes for n in present
              if arguments[n].is_contiguous() and n not in growing}  # fmt: skip
     open_ended = [n for n in present if n not in sizes]
-    inference = torch.is_inference_mode_enabled
 
     def check(args: tuple[Any, ...]) -> None:
-        for n in written:
-            if args[n].is_inference() and not inference():
-                raise CheckError(op, names[n], "an inference tensor",
-                                 "a normal one outside inference mode, since it is written")  # fmt: skip
         begins = {n: args[n].data_ptr() for n in present}
         ends = {n: begins[n] + size for n, size in sizes.items()}
         for n in open_ended:

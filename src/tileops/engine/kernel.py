@@ -187,11 +187,12 @@ class KernelInterface:
     ``kernels`` package and imported when that device is first used.
 
     Every slot of an op with a decomposition is served on the CPU and any other device by the
-    decomposition; ``cpu`` here adds specialised kernels.
+    decomposition; ``cpu`` here adds kernels.
     """
 
     cuda: tuple[str, ...] = ()
     cpu: tuple[str, ...] = ()
     compiled_from: int | None = None
-    """Output elements from which the decomposition compiled by Inductor beats it run through ATen on
-    the CPU, as ``benchmarks/cpu_kernels.py`` measures; None where it never does."""
+    """Elements of the largest tensor from which the decomposition compiled by Inductor beats it run
+    through ATen on the CPU, as ``benchmarks/cpu_kernels.py`` measures; None where it never does by what
+    a second of compiling is worth."""

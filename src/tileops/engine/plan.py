@@ -25,7 +25,7 @@ from tileops.engine.errors import (
     OpNotAvailableError,
     TileopsError,
 )
-from tileops.engine.finish import finished
+from tileops.engine.finish import finisher
 from tileops.engine.kernel import CallSpec, Entry, Kernel, TensorSpec
 from tileops.engine.manifest.entry import Branch
 from tileops.engine.select import Selection, claimants, load_kernel, select
@@ -70,6 +70,10 @@ class Plan:
 
     run: Callable[..., Any]
     made: LastCall
+    bare: Callable[..., Any]
+    """The kernel's own run."""
+    finish: Callable[[Callable[..., Any]], Callable[..., Any]]
+    """Makes of that what a call needs."""
     epoch: int = -1
     """Of the targets, when it was made."""
     context: str | None = None
@@ -84,9 +88,10 @@ class Plan:
 
     @property
     def trusted(self) -> Callable[..., Any]:
-        """``run`` without the check of a foreign kernel's first result, once that has passed."""
-        found: Callable[..., Any] = getattr(self.run, "trusted", self.run)
-        return found
+        """``run`` without what is asked of the first result only, once that has passed: a foreign
+        kernel's keeps the signature, a decomposition's is its own, compiled code is entered at once."""
+        found = getattr(self.bare, "trusted", None) if self.exact else None
+        return self.run if found is None else self.finish(found)
 
     def blamed(self, error: Exception) -> Exception:
         """An error of ``run``, which says whose kernel raised it where that is not ours."""
@@ -195,7 +200,8 @@ def in_tree_kernels(cls: Any, device_type: str) -> list[type[Kernel]]:
         plain, inductor = decomposition_kernels(
             cls.decomposition, pays, entry.has_out, _is_input(entry)
         )
-        if device_type == "cpu" and not kernels and wanted != "plain" and entry.inputs:
+        beatable = all(kernel.general for kernel in kernels)
+        if device_type == "cpu" and beatable and wanted != "plain" and entry.inputs:
             kernels.append(inductor)
         kernels.append(plain)
     return kernels
@@ -418,8 +424,8 @@ def make_plan(state: OpState, facts: Any, arguments: tuple[Any, ...]) -> Plan:
     run, made = _meta(call) if call.device.type == "meta" else _serve(op, call, state, inputs)
     # A foreign kernel is built for exact sizes, and a tuned one was timed at them.
     exact = place is facts or made.target != targets.BUILTIN or tuning(state) != "off"
-    run = finished(run, op, call, branch, arguments)
-    plan = Plan(run, made, facts[0], facts[1], exact, dims, region)
+    finish = finisher(op, call, branch, arguments)
+    plan = Plan(finish(run), made, run, finish, facts[0], facts[1], exact, dims, region)
     state.sizes = tuple(dims[name] for name in cls.grows)
     with state.lock:
         while len(state.plans) >= settings().plan_limit:

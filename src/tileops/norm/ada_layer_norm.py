@@ -26,7 +26,7 @@ class AdaLayerNormFwdOp(Op):
     once.
     """
 
-    kernel = KernelInterface(compiled_from=1 << 20, cuda=KERNELS)
+    kernel = KernelInterface(compiled_from=1 << 17, cuda=KERNELS)
 
     @staticmethod
     def decomposition(
@@ -38,7 +38,7 @@ class AdaLayerNormFwdOp(Op):
 class AdaLayerNormZeroFwdOp(Op):
     """``y = gate * (layer_norm(x) * scale + shift)``, all ``[*B, N]``; see ``AdaLayerNormFwdOp``."""
 
-    kernel = KernelInterface(compiled_from=1 << 20, cuda=KERNELS)
+    kernel = KernelInterface(compiled_from=1 << 17, cuda=KERNELS)
 
     @staticmethod
     def decomposition(

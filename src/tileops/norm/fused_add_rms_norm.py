@@ -18,7 +18,7 @@ class FusedAddRMSNormFwdOp(Op):
     """
 
     kernel = KernelInterface(
-        compiled_from=1 << 22,
+        compiled_from=1 << 17,
         cuda=(
             "rows:RegisterRow",
             "rows:StreamedRow",
@@ -45,7 +45,7 @@ class FusedAddRMSNormBwdOp(Op):
     """
 
     kernel = KernelInterface(
-        compiled_from=1 << 20, cuda=("rows_backward:HeldRows", "rows_backward:LongRows")
+        compiled_from=1 << 17, cuda=("rows_backward:HeldRows", "rows_backward:LongRows")
     )
 
     @staticmethod

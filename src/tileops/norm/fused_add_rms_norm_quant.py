@@ -18,7 +18,7 @@ class FusedAddRMSNormPerTokenQuantFwdOp(Op):
     ``vllm._custom_ops.rms_norm_dynamic_per_token_quant``.
     """
 
-    kernel = KernelInterface(compiled_from=1 << 20, cuda=("rows:RegisterRow", "rows:ManyShortRows"))
+    kernel = KernelInterface(compiled_from=1 << 17, cuda=("rows:RegisterRow", "rows:ManyShortRows"))
 
     @staticmethod
     def decomposition(

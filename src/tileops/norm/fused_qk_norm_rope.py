@@ -17,7 +17,7 @@ class FusedQKNormRoPEFwdOp(Op):
     float64), rounded once. API: ``vllm._custom_ops.fused_qk_norm_rope``.
     """
 
-    kernel = KernelInterface(cuda=("fused_qk_norm_rope:FusedQKNormRoPE",))
+    kernel = KernelInterface(compiled_from=1 << 17, cuda=("fused_qk_norm_rope:FusedQKNormRoPE",))
 
     @staticmethod
     def decomposition(

@@ -40,7 +40,9 @@ class LayerNormBwdOp(Op):
     float32 (float64 for float64).
     """
 
-    kernel = KernelInterface(cuda=("rows_backward:HeldRows", "rows_backward:LongRows"))
+    kernel = KernelInterface(
+        compiled_from=1 << 17, cuda=("rows_backward:HeldRows", "rows_backward:LongRows")
+    )
 
     @staticmethod
     def decomposition(

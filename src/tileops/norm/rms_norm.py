@@ -17,7 +17,7 @@ class RMSNormFwdOp(Op):
     """
 
     kernel = KernelInterface(
-        compiled_from=1 << 20,
+        compiled_from=1 << 17,
         cuda=("rows:RegisterRow", "rows:StreamedRow", "rows:ManyShortRows"),
     )
 

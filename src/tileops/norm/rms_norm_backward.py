@@ -43,7 +43,7 @@ class RMSNormBwdOp(Op):
     """
 
     kernel = KernelInterface(
-        compiled_from=1 << 20, cuda=("rows_backward:HeldRows", "rows_backward:LongRows")
+        compiled_from=1 << 17, cuda=("rows_backward:HeldRows", "rows_backward:LongRows")
     )
 
     @staticmethod

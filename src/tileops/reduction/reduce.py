@@ -15,6 +15,7 @@ from tileops.authoring import KernelInterface, Op
 Axes = tuple[int, ...] | None
 
 _REDUCE = KernelInterface(cuda=("reduce:Reduce",))
+_COMPILED = KernelInterface(compiled_from=1 << 17, cuda=_REDUCE.cuda)
 
 
 def _every(x: torch.Tensor, dim: Axes) -> tuple[int, ...]:
@@ -98,7 +99,7 @@ class LogSumExpFwdOp(Op):
     """``log(sum(exp(input)))`` of ``input`` ``[*S]`` along ``dim``, without overflow; ``-inf`` for
     none."""
 
-    kernel = _REDUCE
+    kernel = _COMPILED
 
     @staticmethod
     def decomposition(input: torch.Tensor, *, dim: tuple[int, ...], keepdim: bool) -> torch.Tensor:
@@ -162,7 +163,7 @@ class ArgmaxFwdOp(Op):
     """int64 index of the maximum of ``input`` ``[*S]`` along ``dim``, or in all of it: of the first
     NaN, else of the first maximum."""
 
-    kernel = _REDUCE
+    kernel = _COMPILED
 
     @staticmethod
     def decomposition(input: torch.Tensor, *, dim: int | None, keepdim: bool) -> torch.Tensor:
@@ -173,7 +174,7 @@ class ArgminFwdOp(Op):
     """int64 index of the minimum of ``input`` ``[*S]`` along ``dim``, or in all of it: of the first
     NaN, else of the first minimum."""
 
-    kernel = _REDUCE
+    kernel = _COMPILED
 
     @staticmethod
     def decomposition(input: torch.Tensor, *, dim: int | None, keepdim: bool) -> torch.Tensor:

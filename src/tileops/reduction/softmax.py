@@ -18,6 +18,7 @@ _SOFTMAX = KernelInterface(
         "softmax:ColumnSoftmax",
     )
 )
+_COMPILED = KernelInterface(compiled_from=1 << 17, cuda=_SOFTMAX.cuda)
 
 
 def _axis(dim: int | None, rank: int) -> int:
@@ -86,7 +87,7 @@ class LogSoftmaxFwdOp(Op):
     (float64 for float64).
     """
 
-    kernel = _SOFTMAX
+    kernel = _COMPILED
     batched = _from_the_end
 
     @staticmethod

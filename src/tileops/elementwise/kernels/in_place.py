@@ -25,6 +25,7 @@ class InPlace(Kernel):
 
     name = "aten_in_place"
     devices = ("cpu",)
+    general = True
 
     @classmethod
     def refuses(cls, call: CallSpec) -> str | None:

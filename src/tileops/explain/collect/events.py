@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from tileops.engine.compiled import inside
 from tileops.engine.record import Event as Recorded
 from tileops.engine.record import recording
 from tileops.explain import torch_private as private
@@ -78,6 +79,8 @@ class Events:
                     end()
 
     def _add(self, event: Event) -> None:
+        if inside():
+            return
         event.recorded = len(self.recorded)
         with self._lock:
             self.seen.append(event)
