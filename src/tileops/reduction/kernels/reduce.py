@@ -53,6 +53,9 @@ PART_BYTES = 16384
 """Of a part of columns, at least, where the inner axes have as many."""
 STATES = 4096
 """Elements of a tile of states."""
+ROW_STATES = 128
+"""Of such a tile, where the states of a kept index are neighbours, unless one has more: rows may be
+few, and how many there are is not to decide the machine code."""
 HELD = 32
 """Elements that one thread holds."""
 
@@ -233,7 +236,9 @@ class Merge:
     @property
     def height(self) -> int:
         """Kept indices of a tile."""
-        return min(max(STATES // self.width, 1), 64)
+        if self.inner == 1:
+            return max(ROW_STATES // self.width, 1)
+        return min(max(STATES // self.width, 1), 64, next_power_of_2(self.inner))
 
     @property
     def tiles(self) -> int:
@@ -271,6 +276,12 @@ class Plan:
     @property
     def parts(self) -> int:
         return cdiv(self.step.n, self.turn * self.turns)
+
+    @property
+    def whole(self) -> bool:
+        """Whether no tile has an element outside, however many rows there are."""
+        across = self.kept == 1 if self.rows else self.step.inner % self.kept == 0
+        return across and self.step.n % (self.turn * self.turns) == 0
 
     @property
     def warps(self) -> int:
@@ -341,9 +352,17 @@ def _shared(call: CallSpec, scheme: Scheme, last: bool) -> tuple[tuple[str, Any]
         ("FOLD", scheme.fold),
         ("END", scheme.end),
         ("LANES", scheme.lanes),
-        # From Hopper on a launch that merges states starts while the one before it runs.
-        ("DEPENDENT", call.device.arch >= (9, 0)),
+        ("DEPENDENT", _dependent(call)),
     )
+
+
+def _dependent(call: CallSpec) -> bool:
+    """Whether a launch starts while the stream's previous one still ends, and waits for it there."""
+    return call.device.arch >= (9, 0)
+
+
+def _options(call: CallSpec) -> tuple[tuple[str, Any], ...]:
+    return (("launch_pdl", True),) if _dependent(call) else ()
 
 
 def _outputs(call: CallSpec) -> tuple[tuple[str, str], ...]:
@@ -383,6 +402,7 @@ def _read_build(call: CallSpec, plan: Plan, warps: int) -> TritonBuild:
             ("ROWS" if plan.rows else "COLUMNS", plan.kept),
             ("TURN", plan.turn),
             ("TURNS", plan.turns),
+            ("WHOLE", plan.whole),
             *_shared(call, scheme, not plan.merges),
             ("ORDER", scheme.order),
             ("MASK", 0x7FFFFFFF7FFFFFFF if complex_bits else 0),
@@ -392,6 +412,7 @@ def _read_build(call: CallSpec, plan: Plan, warps: int) -> TritonBuild:
         ),
         warps,
         aligned=("x",) if x.aligned else (),
+        options=_options(call),
     )
 
 
@@ -399,8 +420,6 @@ def _merge_build(call: CallSpec, merge: Merge) -> TritonBuild:
     scheme = _scheme(call)
     assert scheme is not None
     states = pointer_to(_state_type(call, scheme))
-    shared = _shared(call, scheme, merge.last)
-    options = (("launch_pdl", True),) if dict(shared)["DEPENDENT"] else ()
     return TritonBuild(
         f"{DEVICE}:reduce_states",
         (
@@ -415,9 +434,9 @@ def _merge_build(call: CallSpec, merge: Merge) -> TritonBuild:
             ("parts", "i32"),
             ("divisor", "fp64" if _wide(call) else "fp32"),
         ),
-        (("KEPT", merge.height), ("N", merge.width), ("ROWS", merge.inner == 1), *shared),
+        (("KEPT", merge.height), ("N", merge.width), ("ROWS", merge.inner == 1), *_shared(call, scheme, merge.last)),
         4,
-        options=options,
+        options=_options(call),
     )
 
 

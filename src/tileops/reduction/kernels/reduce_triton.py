@@ -23,13 +23,22 @@ def _times(a, b):
 
 
 @triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _smaller(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _largest(value, AXIS: tl.constexpr):
     """The maximum, NaN where there is one."""
-    peak = tl.max(value, AXIS)
     if value.dtype.is_floating():
-        bad = tl.max((value != value).to(tl.int32), AXIS)
-        peak = tl.where(bad > 0, float("nan"), peak)
-    return peak
+        return tl.reduce(value, AXIS, _larger)
+    else:
+        return tl.max(value, AXIS)
 
 
 @triton.jit
@@ -143,7 +152,7 @@ def _fold(value, inside, place, count, FOLD: tl.constexpr, AXIS: tl.constexpr):
         a = _largest(value, AXIS)
         b, c = a, a
     elif FOLD == "min":
-        a = -_largest(-value, AXIS)
+        a = tl.reduce(value, AXIS, _smaller)
         b, c = a, a
     elif FOLD == "exp":
         a = tl.max(value, AXIS)
@@ -168,9 +177,9 @@ def _joined(a, b, value, inside, place, TURN: tl.constexpr, FOLD: tl.constexpr):
     elif FOLD == "prod":
         a *= value
     elif FOLD == "max":
-        a = tl.maximum(a, value, propagate_nan=tl.PropagateNan.ALL)
+        a = _larger(a, value)
     elif FOLD == "min":
-        a = tl.minimum(a, value, propagate_nan=tl.PropagateNan.ALL)
+        a = _smaller(a, value)
     elif FOLD == "moments":  # Youngs and Cramer 1971: sums, and squares about the mean
         a += value
         away = tl.where(inside, value * (TURN + 1) - a, 0.0)
@@ -231,9 +240,16 @@ def _merged(a, b, c, FOLD: tl.constexpr, AXIS: tl.constexpr):
         elif FOLD == "max":
             a = _largest(a, AXIS)
         else:
-            a = -_largest(-a, AXIS)
+            a = tl.reduce(a, AXIS, _smaller)
         b, c = a, a
     return a, b, c
+
+
+@triton.jit
+def _inside(there, place, left, WHOLE: tl.constexpr):
+    """Which elements of a tile there are."""
+    inside = there & (place < left)
+    return tl.full(inside.shape, True, tl.int1) if WHOLE else inside
 
 
 @triton.jit
@@ -247,6 +263,7 @@ def _part(
     divisor,
     TURN: tl.constexpr,
     TURNS: tl.constexpr,
+    WHOLE: tl.constexpr,
     AXIS: tl.constexpr,
     LIFT: tl.constexpr,
     FOLD: tl.constexpr,
@@ -258,7 +275,7 @@ def _part(
 ):
     """The state of TURNS tiles, ``step`` apart in memory, of TURN elements along the axis each, of
     which ``left`` are inside."""
-    inside = there & (place < left)
+    inside = _inside(there, place, left, WHOLE)
     value = _lifted(pointer, inside, y, divisor, LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE)
     if TURNS == 1:
         count = tl.minimum(left, TURN).to(tl.float64 if WIDE else tl.float32)
@@ -271,7 +288,7 @@ def _part(
             b = tl.zeros_like(value)
         for turn in tl.static_range(1, TURNS):
             later = place + turn * TURN
-            inside = there & (later < left)
+            inside = _inside(there, later, left, WHOLE)
             value = _lifted(
                 pointer + turn * step, inside, y, divisor,
                 LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE,
@@ -353,6 +370,7 @@ def reduce_rows(
     ROWS: tl.constexpr,
     TURN: tl.constexpr,
     TURNS: tl.constexpr,
+    WHOLE: tl.constexpr,  # no tile has an element outside
     LAST: tl.constexpr,
     LIFT: tl.constexpr,
     FOLD: tl.constexpr,
@@ -374,9 +392,11 @@ def reduce_rows(
     start = (program % parts).to(tl.int64) * (TURN * TURNS)
     row, place = tl.arange(0, ROWS)[:, None], tl.arange(0, TURN)[None, :]
     pointer = x + first * n + start + (row * n + place)
+    if DEPENDENT:
+        gdc_wait()  # for the elements; what came before them in the stream is complete
     a, b, c = _part(
         pointer, TURN, row < rows - first, place, n - start, y, divisor,
-        TURN, TURNS, 1, LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE,
+        TURN, TURNS, WHOLE, 1, LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE,
     )  # fmt: skip
     if FOLD == "first":
         b += start
@@ -404,6 +424,7 @@ def reduce_columns(
     COLUMNS: tl.constexpr,
     TURN: tl.constexpr,
     TURNS: tl.constexpr,
+    WHOLE: tl.constexpr,  # no tile has an element outside
     LAST: tl.constexpr,
     LIFT: tl.constexpr,
     FOLD: tl.constexpr,
@@ -427,9 +448,11 @@ def reduce_columns(
     place = tl.arange(0, TURN)[:, None]
     start = part.to(tl.int64) * (TURN * TURNS)
     pointer = x + (outer * n + start + place) * inner + column[None, :]
+    if DEPENDENT:
+        gdc_wait()  # for the elements; what came before them in the stream is complete
     a, b, c = _part(
         pointer, inner * TURN, (column < inner)[None, :], place, n - start, y, divisor,
-        TURN, TURNS, 0, LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE,
+        TURN, TURNS, WHOLE, 0, LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE,
     )  # fmt: skip
     if FOLD == "first":
         b += start
@@ -467,7 +490,6 @@ def reduce_states(
     part."""
     if DEPENDENT:
         gdc_launch_dependents()
-        gdc_wait()  # for the states; what came before them in the stream is complete
     program = tl.program_id(0)
     part = program % parts
     outer = (program // parts // tiles).to(tl.int64)
@@ -481,6 +503,8 @@ def reduce_states(
         offset = (outer * n * kept + index)[:, None] + (place * kept)[None, :]
         target = (outer * parts + part) * kept + index
     COUNTS: tl.constexpr = LIFT == "nonzero" or LIFT == "zero"
+    if DEPENDENT:
+        gdc_wait()
     a, b, c = _loaded(states + offset, lanes, inside, FOLD, COUNTS)
     a, b, c = _merged(a, b, c, FOLD, 1)
     if LAST:
