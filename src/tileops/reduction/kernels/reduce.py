@@ -56,6 +56,8 @@ STATES = 4096
 ROW_STATES = 128
 """Of such a tile, where the states of a kept index are neighbours, unless one has more: rows may be
 few, and how many there are is not to decide the machine code."""
+POLICY = ""
+"""How the caches treat what is read."""
 HELD = 32
 """Elements that one thread holds."""
 
@@ -409,6 +411,7 @@ def _read_build(call: CallSpec, plan: Plan, warps: int) -> TritonBuild:
             ("PACKED", plan.packed),
             ("CASTS", getattr(call.params, "dtype", None) not in (None, x.dtype)),
             ("WIDE", _wide(call)),
+            ("POLICY", POLICY),
         ),
         warps,
         aligned=("x",) if x.aligned else (),
