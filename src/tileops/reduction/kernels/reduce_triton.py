@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-LEAST_32 = tl.constexpr(-(2**31))
 LEAST_64 = tl.constexpr(-(2**63))
 ONES = tl.constexpr(0x01010101)
 HIGH = tl.constexpr(0x80808080 - 2**32)
@@ -58,14 +57,6 @@ def _ordered(value):
     else:
         bits = value.to(tl.int32, bitcast=True)
         return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int32)
-
-
-@triton.jit
-def _key(value, inside):
-    """Integers in the order of floats, the least ones outside."""
-    key = _ordered(value)
-    LEAST: tl.constexpr = LEAST_64 if key.dtype == tl.int64 else LEAST_32
-    return tl.where(inside, key, LEAST)
 
 
 @triton.jit
@@ -117,7 +108,9 @@ def _lifted(
             else float("inf")
             if FOLD == "min"
             else float("-inf")
-            if FOLD == "exp" or (FOLD == "max" and LIFT == "same")
+            if FOLD == "exp" or ((FOLD == "max" or FOLD == "first") and LIFT == "same")
+            else float("inf")
+            if LIFT == "negative"
             else 0.0
         )
         value = tl.load(pointer, mask=inside, other=OTHER, eviction_policy=POLICY)
@@ -167,13 +160,14 @@ def _fold(value, inside, place, count, FOLD: tl.constexpr, AXIS: tl.constexpr):
         b = tl.sum(away * away, AXIS)
         c = tl.zeros_like(a) + count
     else:
-        a, b = _first_of(_key(value, inside), place, AXIS)
+        # What lies outside is at most equal, and later.
+        a, b = _first_of(_ordered(value), place, AXIS)
         c = a
     return a, b, c
 
 
 @triton.jit
-def _joined(a, b, value, inside, place, TURN: tl.constexpr, FOLD: tl.constexpr):
+def _joined(a, b, value, inside, TURN: tl.constexpr, FOLD: tl.constexpr):
     """The first two lanes of each place's state after tile ``TURN``, whose elements are ``value``."""
     if FOLD == "sum":
         a += value
@@ -188,10 +182,9 @@ def _joined(a, b, value, inside, place, TURN: tl.constexpr, FOLD: tl.constexpr):
         away = tl.where(inside, value * (TURN + 1) - a, 0.0)
         b += away * away * (1.0 / (TURN * (TURN + 1)))
     else:
-        key = _key(value, inside)
-        better = key > a
-        a = tl.where(better, key, a)
-        b = tl.where(better, place, b)
+        better = (value > a) | ((value != value) & (a == a))
+        a = tl.where(better, value, a)
+        b = tl.where(better, TURN, b)
     return a, b
 
 
@@ -286,23 +279,24 @@ def _part(
         a, b, c = _fold(value, inside, place, count, FOLD, AXIS)
     else:
         a, b = value, value
-        if FOLD == "first":
-            a, b = _key(value, inside), tl.broadcast_to(place, value.shape)
+        if FOLD == "first":  # the tile of each place's first maximum
+            b = tl.zeros(value.shape, tl.int32)
         elif FOLD == "moments":
             b = tl.zeros_like(value)
         for turn in tl.static_range(1, TURNS):
-            later = place + turn * TURN
-            inside = _inside(there, later, left, WHOLE)
+            inside = _inside(there, place + turn * TURN, left, WHOLE)
             value = _lifted(
                 pointer + turn * step, inside, y, divisor,
                 LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE, POLICY,
             )  # fmt: skip
-            a, b = _joined(a, b, value, inside, later, turn, FOLD)
+            a, b = _joined(a, b, value, inside, turn, FOLD)
         c = a
         if FOLD == "moments":
             turns = tl.maximum(tl.minimum((left - place + (TURN - 1)) // TURN, TURNS), 0)
             c = tl.broadcast_to(tl.where(there, turns, 0), value.shape).to(value.dtype)
             a = a / tl.maximum(c, 1.0)
+        elif FOLD == "first":
+            a, b = _ordered(a), place + b * TURN
         a, b, c = _merged(a, b, c, FOLD, AXIS)
     return a, b, c
 
