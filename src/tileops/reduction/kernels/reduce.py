@@ -437,7 +437,12 @@ def _merge_build(call: CallSpec, merge: Merge) -> TritonBuild:
             ("parts", "i32"),
             ("divisor", "fp64" if _wide(call) else "fp32"),
         ),
-        (("KEPT", merge.height), ("N", merge.width), ("ROWS", merge.inner == 1), *_shared(call, scheme, merge.last)),
+        (
+            ("KEPT", merge.height),
+            ("N", merge.width),
+            ("ROWS", merge.inner == 1),
+            *_shared(call, scheme, merge.last),
+        ),
         4,
         options=_options(call),
     )

@@ -273,7 +273,9 @@ def _part(
     """The state of TURNS tiles, ``step`` apart in memory, of TURN elements along the axis each, of
     which ``left`` are inside."""
     inside = _inside(there, place, left, WHOLE)
-    value = _lifted(pointer, inside, y, divisor, LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE, POLICY)
+    value = _lifted(
+        pointer, inside, y, divisor, LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE, POLICY
+    )
     if TURNS == 1:
         count = tl.minimum(left, TURN).to(tl.float64 if WIDE else tl.float32)
         a, b, c = _fold(value, inside, place, count, FOLD, AXIS)
