@@ -56,6 +56,7 @@ STATES = 4096
 ROW_STATES = 128
 """Of such a tile, where the states of a kept index are neighbours, unless one has more: rows may be
 few, and how many there are is not to decide the machine code."""
+EARLY = False
 POLICY = ""
 """How the caches treat what is read."""
 HELD = 32
@@ -412,6 +413,7 @@ def _read_build(call: CallSpec, plan: Plan, warps: int) -> TritonBuild:
             ("CASTS", getattr(call.params, "dtype", None) not in (None, x.dtype)),
             ("WIDE", _wide(call)),
             ("POLICY", POLICY),
+            ("EARLY", EARLY),
         ),
         warps,
         aligned=("x",) if x.aligned else (),

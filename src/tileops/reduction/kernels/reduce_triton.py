@@ -269,6 +269,7 @@ def _part(
     CASTS: tl.constexpr,
     WIDE: tl.constexpr,
     POLICY: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """The state of TURNS tiles, ``step`` apart in memory, of TURN elements along the axis each, of
     which ``left`` are inside."""
@@ -277,6 +278,8 @@ def _part(
         pointer, inside, y, divisor, LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE, POLICY
     )
     if TURNS == 1:
+        if DEPENDENT:
+            gdc_launch_dependents()
         count = tl.minimum(left, TURN).to(tl.float64 if WIDE else tl.float32)
         a, b, c = _fold(value, inside, place, count, FOLD, AXIS)
     else:
@@ -292,6 +295,8 @@ def _part(
                 LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE, POLICY,
             )  # fmt: skip
             a, b = _joined(a, b, value, inside, turn, FOLD)
+        if DEPENDENT:
+            gdc_launch_dependents()
         c = a
         if FOLD == "moments":
             turns = tl.maximum(tl.minimum((left - place + (TURN - 1)) // TURN, TURNS), 0)
@@ -382,11 +387,10 @@ def reduce_rows(
     CASTS: tl.constexpr,
     WIDE: tl.constexpr,
     POLICY: tl.constexpr,  # how the caches treat what is read
+    EARLY: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Contiguous rows: several to a tile, or a part of one row."""
-    if DEPENDENT:
-        gdc_launch_dependents()
     n = n_groups * GRAIN  # so that the compiler knows what divides a row
     program = tl.program_id(0)
     first = (program // parts).to(tl.int64) * ROWS
@@ -394,10 +398,13 @@ def reduce_rows(
     row, place = tl.arange(0, ROWS)[:, None], tl.arange(0, TURN)[None, :]
     pointer = x + first * n + start + (row * n + place)
     if DEPENDENT:
+        if EARLY:
+            gdc_launch_dependents()
         gdc_wait()  # for the elements; what came before them in the stream is complete
+    LATE: tl.constexpr = DEPENDENT and not EARLY
     a, b, c = _part(
         pointer, TURN, row < rows - first, place, n - start, y, divisor,
-        TURN, TURNS, WHOLE, 1, LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE, POLICY,
+        TURN, TURNS, WHOLE, 1, LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE, POLICY, LATE,
     )  # fmt: skip
     if FOLD == "first":
         b += start
@@ -437,11 +444,10 @@ def reduce_columns(
     CASTS: tl.constexpr,
     WIDE: tl.constexpr,
     POLICY: tl.constexpr,  # how the caches treat what is read
+    EARLY: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """An axis with an inner stride: a tile is a part of some columns."""
-    if DEPENDENT:
-        gdc_launch_dependents()
     inner = inner_groups * GRAIN
     program = tl.program_id(0)
     column = (program % inner_tiles).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
@@ -451,10 +457,13 @@ def reduce_columns(
     start = part.to(tl.int64) * (TURN * TURNS)
     pointer = x + (outer * n + start + place) * inner + column[None, :]
     if DEPENDENT:
+        if EARLY:
+            gdc_launch_dependents()
         gdc_wait()  # for the elements; what came before them in the stream is complete
+    LATE: tl.constexpr = DEPENDENT and not EARLY
     a, b, c = _part(
         pointer, inner * TURN, (column < inner)[None, :], place, n - start, y, divisor,
-        TURN, TURNS, WHOLE, 0, LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE, POLICY,
+        TURN, TURNS, WHOLE, 0, LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE, POLICY, LATE,
     )  # fmt: skip
     if FOLD == "first":
         b += start
@@ -490,8 +499,6 @@ def reduce_states(
 ):
     """States along the axis ``n`` of ``[outer, n, kept]``, or of ``[kept, n]`` with ROWS, ``N`` to a
     part."""
-    if DEPENDENT:
-        gdc_launch_dependents()
     program = tl.program_id(0)
     part = program % parts
     outer = (program // parts // tiles).to(tl.int64)
@@ -506,8 +513,10 @@ def reduce_states(
         target = (outer * parts + part) * kept + index
     COUNTS: tl.constexpr = LIFT == "nonzero" or LIFT == "zero"
     if DEPENDENT:
-        gdc_wait()
+        gdc_wait()  # for the states; what came before them in the stream is complete
     a, b, c = _loaded(states + offset, lanes, inside, FOLD, COUNTS)
+    if DEPENDENT:
+        gdc_launch_dependents()
     a, b, c = _merged(a, b, c, FOLD, 1)
     if LAST:
         _end(y, y2, outer * kept + index, index < kept, a, b, c, divisor, END)
