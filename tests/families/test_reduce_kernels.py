@@ -75,7 +75,8 @@ def small_tiles():
 
     sizes = {"REGISTER_ROW": 8, "ROW_PART": 4, "ROW_TILE_BYTES": 64, "STATES": 4}
     sizes |= {"COLUMN_BYTES": 8, "PART_BYTES": 32, "WALK_BYTES": 16, "WALKED_ROW": 30}
-    sizes |= {"TURNS": 4, "TURNS_HELD": 2}
+    sizes |= {"TURNS": 4, "TURNS_HELD": 2, "WIDE_BYTES": 64, "WIDE_WALKED": 1024}
+    sizes |= {"NARROW_BYTES": 8, "LEAST_TURNS": 2, "MOST_TURNS": 4}
     before = {name: getattr(reduce, name) for name in sizes}
     try:
         vars(reduce).update(sizes)
@@ -120,6 +121,8 @@ def draw(shape, dtype=torch.float32):
         ((2, 37), 1),  # several launches
         ((37, 3), 0),
         ((2, 67, 3), 1),
+        ((37, 19), 0),
+        ((2, 9, 33), 1),
     ],
 )
 def test_one_axis_in_small_tiles(name, params, shape, dim):
@@ -277,7 +280,7 @@ def test_the_first_of_the_least_wins(name, shape):
 def test_tiles_without_an_outside(name, params):
     from tileops.reduction.kernels import reduce
 
-    for shape, dim in (((128, 8), 0), ((3, 64), 1), ((2, 128, 8), 1)):
+    for shape, dim in (((128, 8), 0), ((3, 64), 1), ((2, 128, 8), 1), ((16, 32), 0)):
         x, op = draw(shape), op_of(name, dim, **params)
         with small_tiles():
             assert reduce._planned(call_for(op, x)).whole

@@ -47,10 +47,18 @@ TURNS = 16
 """Tiles of a walk, at most."""
 TURNS_HELD = 8
 """Of a tile that is held where the others walk."""
+WIDE_BYTES = 2048
+"""Of a tile of columns that is one row, where the inner axes have as many: no thread waits for
+another's sum."""
+WIDE_WALKED = 1 << 20
+"""Bytes of a turn of all programs, as far as there are turns enough."""
+LEAST_TURNS, MOST_TURNS = 8, 32
+NARROW_BYTES = 128
+"""Of the rows of other tiles of columns."""
 COLUMN_BYTES = 256
-"""Contiguous bytes of a tile of columns, at least, where the inner axes have as many."""
+"""Contiguous bytes of a tile of columns that is held, at least, where the inner axes have as many."""
 PART_BYTES = 16384
-"""Of a part of columns, at least, where the inner axes have as many."""
+"""Of such a tile, at least, where the inner axes have as many."""
 STATES = 4096
 """Elements of a tile of states."""
 ROW_STATES = 128
@@ -206,12 +214,12 @@ class Reduce(Kernel):
 
     @classmethod
     def entry_for(cls, call: CallSpec) -> Entry:
-        return cls._entry(call, _planned(call).warps)
+        return cls._entry(call, _planned(call).tile.warps)
 
     @classmethod
     def candidates(cls, call: CallSpec) -> list[Entry]:
-        warps = _planned(call).warps
-        others = {min(2 * warps, 16), max(warps // 2, 4)} - {warps}
+        warps = _planned(call).tile.warps
+        others = {min(2 * warps, 16), max(warps // 2, 1)} - {warps}
         return [cls._entry(call, number) for number in (warps, *sorted(others))]
 
     @classmethod
@@ -255,18 +263,29 @@ class Merge:
 
 
 @dataclass(frozen=True)
+class Tile:
+    """What a program of the first launch holds at a time."""
+
+    turn: int
+    """Elements along the axis."""
+    turns: int
+    """Tiles of a part."""
+    kept: int
+    """Rows, or columns."""
+    warps: int
+
+    @property
+    def length(self) -> int:
+        """Elements of a part along the axis."""
+        return self.turn * self.turns
+
+
+@dataclass(frozen=True)
 class Plan:
     """The first launch, which reads ``step`` in parts, and those that merge."""
 
     step: Step
-    turn: int
-    """Elements along the axis of a tile."""
-    turns: int
-    """Tiles of a part."""
-    kept: int
-    """Rows, or columns, of a tile."""
-    held: int
-    """Elements that one thread holds of a tile."""
+    tile: Tile
     packed: bool
     """Elements of ``step`` are four of the tensor's."""
     merges: tuple[Merge, ...]
@@ -278,17 +297,14 @@ class Plan:
 
     @property
     def parts(self) -> int:
-        return cdiv(self.step.n, self.turn * self.turns)
+        return cdiv(self.step.n, self.tile.length)
 
     @property
     def whole(self) -> bool:
         """Whether no tile has an element outside, however many rows there are."""
-        across = self.kept == 1 if self.rows else self.step.inner % self.kept == 0
-        return across and self.step.n % (self.turn * self.turns) == 0
-
-    @property
-    def warps(self) -> int:
-        return min(max(self.kept * self.turn // (32 * self.held), 4), 16)
+        kept = self.tile.kept
+        across = kept == 1 if self.rows else self.step.inner % kept == 0
+        return across and self.step.n % self.tile.length == 0
 
 
 def _packed(call: CallSpec, step: Step) -> bool:
@@ -299,21 +315,38 @@ def _packed(call: CallSpec, step: Step) -> bool:
     return asks and x.dtype.itemsize == 1 and step.inner == 1 and step.n % 4 == 0 and x.aligned
 
 
-def _tile(step: Step, size: int, walks: bool) -> tuple[int, int, int, int]:
-    """``turn``, ``turns``, ``kept`` and ``held`` of a plan for elements of ``size`` bytes."""
-    extent, vector = next_power_of_2(step.n), 16 // size
-    if step.inner == 1:
-        if step.n <= REGISTER_ROW:
-            return extent, 1, max(ROW_TILE_BYTES // size // extent, 1), HELD
-        if step.n < WALKED_ROW or not walks:
-            return ROW_PART, 1, 1, HELD
-        return WALK_BYTES // size, TURNS, 1, vector
-    wanted = max(COLUMN_BYTES, PART_BYTES // extent) // size
-    columns = min(next_power_of_2(step.inner), wanted)
-    turn = min(max(WALK_BYTES // size // columns, 1), extent)
+def _held(turn: int, kept: int) -> Tile:
+    """One that is the whole part."""
+    return Tile(turn, 1, kept, min(max(kept * turn // (32 * HELD), 4), 16))
+
+
+def _walked(turn: int, turns: int, kept: int, size: int) -> Tile:
+    """One of as many, a vector of which a thread takes from each."""
+    return Tile(turn, turns, kept, max(kept * turn * size // 512, 1))
+
+
+def _rows(step: Step, size: int, walks: bool) -> Tile:
+    extent = next_power_of_2(step.n)
+    if step.n <= REGISTER_ROW:
+        return _held(extent, max(ROW_TILE_BYTES // size // extent, 1))
+    if step.n < WALKED_ROW or not walks:
+        return _held(ROW_PART, 1)
+    return _walked(WALK_BYTES // size, TURNS, 1, size)
+
+
+def _columns(step: Step, size: int, walks: bool) -> Tile:
+    extent, width = next_power_of_2(step.n), next_power_of_2(step.inner)
     if not walks:
-        return min(turn * TURNS_HELD, extent), 1, columns, HELD
-    return turn, min(TURNS, extent // turn), columns, vector
+        columns = min(width, max(COLUMN_BYTES, PART_BYTES // extent) // size)
+        turn = max(WALK_BYTES // size // columns, 1)
+        return _held(min(turn * TURNS_HELD, extent), columns)
+    if width * size >= WIDE_BYTES:
+        turns = step.n * step.inner * size // WIDE_WALKED
+        turns = min(max(next_power_of_2(turns + 1) // 2, LEAST_TURNS), MOST_TURNS, extent)
+        return _walked(1, turns, WIDE_BYTES // size, size)
+    columns = min(width, NARROW_BYTES // size)
+    turn = min(WALK_BYTES // size // columns, extent)
+    return _walked(turn, min(TURNS, extent // turn), columns, size)
 
 
 def _planned(call: CallSpec) -> Plan:
@@ -323,9 +356,9 @@ def _planned(call: CallSpec) -> Plan:
     size = x.dtype.itemsize
     if packed := _packed(call, first):
         first, size = Step(first.outer, first.n // 4, 1), 4
-    turn, turns, kept, held = _tile(first, size, scheme.walks)
+    tile = (_rows if first.inner == 1 else _columns)(first, size, scheme.walks)
     merges: list[Merge] = []
-    states = [Step(first.outer, cdiv(first.n, turn * turns), first.inner), *rest]
+    states = [Step(first.outer, cdiv(first.n, tile.length), first.inner), *rest]
     for step in states:
         n = step.n
         while n > 1:
@@ -334,7 +367,7 @@ def _planned(call: CallSpec) -> Plan:
             n = merges[-1].parts
     if merges:
         merges[-1] = Merge(**{**vars(merges[-1]), "last": True})
-    return Plan(first, turn, turns, kept, held, packed, tuple(merges))
+    return Plan(first, tile, packed, tuple(merges))
 
 
 def _wide(call: CallSpec) -> bool:
@@ -402,9 +435,9 @@ def _read_build(call: CallSpec, plan: Plan, warps: int) -> TritonBuild:
         ),
         (
             ("GRAIN", grain_of(plan.step.n if plan.rows else plan.step.inner)),
-            ("ROWS" if plan.rows else "COLUMNS", plan.kept),
-            ("TURN", plan.turn),
-            ("TURNS", plan.turns),
+            ("ROWS" if plan.rows else "COLUMNS", plan.tile.kept),
+            ("TURN", plan.tile.turn),
+            ("TURNS", plan.tile.turns),
             ("WHOLE", plan.whole),
             *_shared(call, scheme, not plan.merges),
             ("ORDER", scheme.order),
@@ -467,10 +500,10 @@ def _bind(launchers: tuple[Launcher, ...], call: CallSpec) -> Run:
     ]
     divisor = scheme.divisor(call, x.numel // max(_results(call)[0].numel, 1))
     if plan.rows:
-        grid = cdiv(step.outer, plan.kept) * plan.parts
+        grid = cdiv(step.outer, plan.tile.kept) * plan.parts
         scalars: tuple[Any, ...] = (step.outer, step.n // grain_of(step.n), plan.parts, divisor)
     else:
-        tiles = cdiv(step.inner, plan.kept)
+        tiles = cdiv(step.inner, plan.tile.kept)
         grid = step.outer * plan.parts * tiles
         groups = step.inner // grain_of(step.inner)
         scalars = (step.n, groups, tiles, plan.parts, divisor)
