@@ -75,8 +75,9 @@ def small_tiles():
 
     sizes = {"REGISTER_ROW": 8, "ROW_PART": 4, "ROW_TILE_BYTES": 64, "STATES": 4}
     sizes |= {"COLUMN_BYTES": 8, "PART_BYTES": 32, "WALK_BYTES": 16, "WALKED_ROW": 30}
-    sizes |= {"TURNS": 4, "TURNS_HELD": 2, "WIDE_BYTES": 64, "WIDE_WALKED": 1024}
-    sizes |= {"NARROW_BYTES": 8, "LEAST_TURNS": 2, "MOST_TURNS": 4}
+    sizes |= {"TURNS_HELD": 2, "ROW_TURNS": (2, 4), "WIDE_BYTES": 64, "WIDE_TURN_BYTES": 1024}
+    sizes |= {"WIDE_TURNS": (2, 4), "NARROW_BYTES": 8, "NARROW_TILE": 16, "NARROW_TURNS": 4}
+    sizes |= {"STATE_TILE": 8, "ROW_STATES": 8}
     before = {name: getattr(reduce, name) for name in sizes}
     try:
         vars(reduce).update(sizes)

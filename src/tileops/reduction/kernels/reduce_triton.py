@@ -87,17 +87,14 @@ def _lifted(
     PACKED: tl.constexpr,
     CASTS: tl.constexpr,
     WIDE: tl.constexpr,
-    POLICY: tl.constexpr,
 ):
     """A tile, lifted. What lies outside has no effect on the fold, or is masked there."""
     if LIFT == "zero" and PACKED:
-        value = tl.load(pointer, mask=inside, other=ONES, eviction_policy=POLICY)
+        value = tl.load(pointer, mask=inside, other=ONES)
         # The high bit of each byte that is zero, and perhaps of some above one.
         result = ((value - ONES) & ~value & HIGH != 0).to(tl.int32)
     elif LIFT == "nonzero" or LIFT == "zero":
-        value = tl.load(
-            pointer, mask=inside, other=1.0 if LIFT == "zero" else 0.0, eviction_policy=POLICY
-        )
+        value = tl.load(pointer, mask=inside, other=1.0 if LIFT == "zero" else 0.0)
         if MASK:  # the bits of a complex number but for its signs
             value = value & MASK
         result = (value == 0 if LIFT == "zero" else value != 0).to(tl.int32)
@@ -113,7 +110,7 @@ def _lifted(
             if LIFT == "negative"
             else 0.0
         )
-        value = tl.load(pointer, mask=inside, other=OTHER, eviction_policy=POLICY)
+        value = tl.load(pointer, mask=inside, other=OTHER)
         if CASTS:  # torch casts first
             value = value.to(tl.float64 if WIDE else tl.float32).to(y.dtype.element_ty)
         result = value.to(tl.float64 if WIDE else tl.float32)
@@ -268,15 +265,12 @@ def _part(
     PACKED: tl.constexpr,
     CASTS: tl.constexpr,
     WIDE: tl.constexpr,
-    POLICY: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """The state of TURNS tiles, ``step`` apart in memory, of TURN elements along the axis each, of
     which ``left`` are inside."""
     inside = _inside(there, place, left, WHOLE)
-    value = _lifted(
-        pointer, inside, y, divisor, LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE, POLICY
-    )
+    value = _lifted(pointer, inside, y, divisor, LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE)
     if TURNS == 1:
         if DEPENDENT:
             gdc_launch_dependents()
@@ -292,7 +286,7 @@ def _part(
             inside = _inside(there, place + turn * TURN, left, WHOLE)
             value = _lifted(
                 pointer + turn * step, inside, y, divisor,
-                LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE, POLICY,
+                LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE,
             )  # fmt: skip
             a, b = _joined(a, b, value, inside, turn, FOLD)
         if DEPENDENT:
@@ -386,8 +380,6 @@ def reduce_rows(
     PACKED: tl.constexpr,
     CASTS: tl.constexpr,
     WIDE: tl.constexpr,
-    POLICY: tl.constexpr,  # how the caches treat what is read
-    EARLY: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Contiguous rows: several to a tile, or a part of one row."""
@@ -398,13 +390,10 @@ def reduce_rows(
     row, place = tl.arange(0, ROWS)[:, None], tl.arange(0, TURN)[None, :]
     pointer = x + first * n + start + (row * n + place)
     if DEPENDENT:
-        if EARLY:
-            gdc_launch_dependents()
         gdc_wait()  # for the elements; what came before them in the stream is complete
-    LATE: tl.constexpr = DEPENDENT and not EARLY
     a, b, c = _part(
         pointer, TURN, row < rows - first, place, n - start, y, divisor,
-        TURN, TURNS, WHOLE, 1, LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE, POLICY, LATE,
+        TURN, TURNS, WHOLE, 1, LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE, DEPENDENT,
     )  # fmt: skip
     if FOLD == "first":
         b += start
@@ -443,8 +432,6 @@ def reduce_columns(
     PACKED: tl.constexpr,
     CASTS: tl.constexpr,
     WIDE: tl.constexpr,
-    POLICY: tl.constexpr,  # how the caches treat what is read
-    EARLY: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """An axis with an inner stride: a tile is a part of some columns."""
@@ -457,13 +444,10 @@ def reduce_columns(
     start = part.to(tl.int64) * (TURN * TURNS)
     pointer = x + (outer * n + start + place) * inner + column[None, :]
     if DEPENDENT:
-        if EARLY:
-            gdc_launch_dependents()
         gdc_wait()  # for the elements; what came before them in the stream is complete
-    LATE: tl.constexpr = DEPENDENT and not EARLY
     a, b, c = _part(
         pointer, inner * TURN, (column < inner)[None, :], place, n - start, y, divisor,
-        TURN, TURNS, WHOLE, 0, LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE, POLICY, LATE,
+        TURN, TURNS, WHOLE, 0, LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE, DEPENDENT,
     )  # fmt: skip
     if FOLD == "first":
         b += start
