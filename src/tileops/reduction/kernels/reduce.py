@@ -2,8 +2,9 @@
 
 A contiguous tensor is read once: whole rows held in registers, parts of long rows, or parts of columns
 where the axis has an inner stride. A part of columns, and of a very long row, is walked in tiles of one
-vector to a thread, all of whose loads may be under way while a number a place is kept. A part becomes
-a state of up to three numbers; where an axis has several parts, or several axes with kept ones between
+vector to a thread, all of whose loads may be under way while a number a place is kept. Each launch starts
+while the stream's previous one ends, and lets the next start once it has read: programs that waited
+earlier would be spread unevenly among those that read. A part becomes a state of up to three numbers; where an axis has several parts, or several axes with kept ones between
 them are reduced, further launches merge states, up to ``STATES`` at a time. Which parts there are
 follows from the sizes that are reduced and the stride, so a row's result does not depend on how many
 rows stand beside it, and no order of programs matters.
@@ -345,8 +346,8 @@ def _columns(step: Step, size: int, scheme: Scheme) -> Tile:
         columns = min(width, max(COLUMN_BYTES, PART_BYTES // extent) // size)
         turn = max(WALK_BYTES // size // columns, 1)
         return _held(min(turn * TURNS_HELD, extent), columns)
-    # Integer states take longer wide: all of int32 [4096, 4096] 24 µs on an H200, narrow 19.
-    if width * size >= WIDE_BYTES and not scheme.counts:
+    # Comparisons take longer wide: all of int32 [4096, 4096] 24 µs on an H200, narrow 19.
+    if width * size >= WIDE_BYTES and scheme.lift not in ("nonzero", "zero"):
         turns = _turns(cdiv(step.n * step.inner * size, WIDE_TURN_BYTES), WIDE_TURNS)
         return _walked(1, min(turns, extent), WIDE_BYTES // size, size)
     columns = min(width, NARROW_BYTES // size)
