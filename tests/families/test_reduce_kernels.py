@@ -283,6 +283,8 @@ def test_tiles_without_an_outside(name, params):
 
     for shape, dim in (((128, 8), 0), ((3, 64), 1), ((2, 128, 8), 1), ((16, 32), 0)):
         x, op = draw(shape), op_of(name, dim, **params)
+        if name == "ProdFwdOp":  # 128 normal numbers may have a product too small for float32
+            x = torch.exp2(2 * torch.rand(shape) - 1)
         with small_tiles():
             assert reduce._planned(call_for(op, x)).whole
         check(op, x, run_small(op, x))

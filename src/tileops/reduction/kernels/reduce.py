@@ -2,12 +2,15 @@
 
 A contiguous tensor is read once: whole rows held in registers, parts of long rows, or parts of columns
 where the axis has an inner stride. A part of columns, and of a very long row, is walked in tiles of one
-vector to a thread, all of whose loads may be under way while a number a place is kept. Each launch starts
-while the stream's previous one ends, and lets the next start once it has read: programs that waited
-earlier would be spread unevenly among those that read. A part becomes a state of up to three numbers; where an axis has several parts, or several axes with kept ones between
+vector to a thread, all of whose loads may be under way while a number a place is kept. A part becomes
+a state of up to three numbers; where an axis has several parts, or several axes with kept ones between
 them are reduced, further launches merge states, up to ``STATES`` at a time. Which parts there are
 follows from the sizes that are reduced and the stride, so a row's result does not depend on how many
 rows stand beside it, and no order of programs matters.
+
+From Hopper on each launch starts while the stream's previous one ends, and lets the next start once it
+has read: programs that wait from earlier on are spread unevenly among those that read, which on an H200
+made a sum over rows of 4096 x 4096 take 19 µs, and not 12.
 """
 
 from __future__ import annotations
