@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -67,22 +68,31 @@ def run(op, x):
         return run_entry(Reduce.entry_for(call), call, x)
 
 
-@interpreted
-def run_small(op, x):
-    """With tiles so small that a small tensor needs every kind of launch."""
+@contextmanager
+def small_tiles():
+    """Tiles so small that a small tensor needs every kind of launch."""
     from tileops.reduction.kernels import reduce
 
     sizes = {"REGISTER_ROW": 8, "ROW_PART": 4, "ROW_TILE_BYTES": 64, "STATES": 4}
     sizes |= {"COLUMN_BYTES": 8, "PART_BYTES": 32, "WALK_BYTES": 16, "WALKED_ROW": 30}
-    sizes |= {"TURNS": 4, "TURNS_HELD": 2}
+    sizes |= {"TURNS_HELD": 2, "ROW_TURNS": (2, 4), "WIDE_BYTES": 64, "WIDE_TURN_BYTES": 1024}
+    sizes |= {"WIDE_TURNS": (2, 4), "NARROW_BYTES": 8, "NARROW_TILE": 16, "NARROW_TURNS": 4}
+    sizes |= {"STATE_TILE": 8, "ROW_STATES": 8}
     before = {name: getattr(reduce, name) for name in sizes}
     try:
         vars(reduce).update(sizes)
-        call = call_for(op, x)
-        with poison():
-            return run_entry(reduce.Reduce.entry_for(call), call, x)
+        yield
     finally:
         vars(reduce).update(before)
+
+
+@interpreted
+def run_small(op, x):
+    from tileops.reduction.kernels.reduce import Reduce
+
+    with small_tiles(), poison():
+        call = call_for(op, x)
+        return run_entry(Reduce.entry_for(call), call, x)
 
 
 def check(op, x, result):
@@ -112,6 +122,8 @@ def draw(shape, dtype=torch.float32):
         ((2, 37), 1),  # several launches
         ((37, 3), 0),
         ((2, 67, 3), 1),
+        ((37, 19), 0),
+        ((2, 9, 33), 1),
     ],
 )
 def test_one_axis_in_small_tiles(name, params, shape, dim):
@@ -255,6 +267,29 @@ def test_the_first_of_equals_wins(name, dim):
     check(op, x, run_small(op, x))
 
 
+@pytest.mark.parametrize("name", ["ArgmaxFwdOp", "ArgminFwdOp"])
+@pytest.mark.parametrize("shape", [(2, 3), (2, 37), (13, 16)])
+def test_the_first_of_the_least_wins(name, shape):
+    """What lies outside a tile is no greater than what it holds, and must not be found."""
+    x = torch.full(shape, -math.inf if name == "ArgmaxFwdOp" else math.inf)
+    for dim in (0, 1, None):
+        op = op_of(name, dim)
+        assert not run_small(op, x).any()
+
+
+@pytest.mark.parametrize(("name", "params"), {**SAMPLES, **SINGLE}.items())
+def test_tiles_without_an_outside(name, params):
+    from tileops.reduction.kernels import reduce
+
+    for shape, dim in (((128, 8), 0), ((3, 64), 1), ((2, 128, 8), 1), ((16, 32), 0)):
+        x, op = draw(shape), op_of(name, dim, **params)
+        if name == "ProdFwdOp":  # 128 normal numbers may have a product too small for float32
+            x = torch.exp2(2 * torch.rand(shape) - 1)
+        with small_tiles():
+            assert reduce._planned(call_for(op, x)).whole
+        check(op, x, run_small(op, x))
+
+
 def test_real_tiles_of_long_rows_and_columns():
     for shape, dim in (((2, 20000), 1), ((1100, 70), 0), ((16385,), 0), ((3, 520, 33), 1)):
         x = draw(shape)
@@ -349,6 +384,18 @@ def test_compiles_to_wide_accesses(name, shape, dim, dtype, arch):
     assert "LDG.E.128" in sass(read, arch)
     for merge in merges:
         assert_fits(merge, arch)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dim"),
+    [("SumFwdOp", (4096, 4096), 0), ("VarFwdOp", (4, 128256), 1), ("ArgmaxFwdOp", (4096, 64), 1)],
+)
+def test_the_next_launch_starts_when_all_is_read(name, shape, dim):
+    """Programs that wait beside programs that read would be spread unevenly when their turn comes."""
+    for build in builds(op_of(name, dim), shape, HALF, (9, 0)):
+        code = sass(build, (9, 0))
+        waits, reads, lets = (code.index("ACQBULK"), code.rindex("LDG"), code.index("PREEXIT"))
+        assert waits < code.index("LDG") <= reads < lets < code.index("STG")
 
 
 def declared():

@@ -209,7 +209,8 @@ def normalize_channels(
     DEPENDENT: tl.constexpr,
 ):
     """TURNS tiles to a program."""
-    _begin(DEPENDENT)
+    if DEPENDENT:
+        gdc_wait()
     block = tl.program_id(0) % blocks
     c = tl.program_id(0) // blocks * CB + tl.arange(0, CB)[None, :]
     old_mean = _of_channels(running_mean, c, C, 0.0)
@@ -238,6 +239,8 @@ def normalize_channels(
     for turn in tl.static_range(TURNS):
         places, mask = _places(block * TURNS + turn, c, count, C, L, E, P, WIDE)
         values = tl.load(x + places, mask=mask, other=0.0).to(tl.float32)
+        if DEPENDENT and turn == TURNS - 1:
+            gdc_launch_dependents()
         result = tl.fma(values - mean, scale, biases)
         tl.store(y + places, result.to(y.dtype.element_ty), mask=mask)
 

@@ -289,7 +289,6 @@ def column_sums(
 ):
     """Program (c, p) takes the columns of block c in every so-many-th block of rows."""
     if DEPENDENT:
-        gdc_launch_dependents()
         gdc_wait()
     cols = tl.program_id(0) * COLS + tl.max_contiguous(tl.arange(0, COLS), VECTOR)[None, :]
     lanes = tl.arange(0, DEPTH)[:, None]
@@ -309,6 +308,8 @@ def column_sums(
             weight_sum += grads * (values * tl.load(scales + row, mask=row < rows, other=0.0))
         if bias_sums is not None:
             bias_sum += grads
+    if DEPENDENT:
+        gdc_launch_dependents()
     share = tl.program_id(1).to(tl.int64) * N
     if weight_sums is not None:
         store(weight_sums + share, cols, tl.sum(weight_sum, axis=0)[None, :], inside, True)

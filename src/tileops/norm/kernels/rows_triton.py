@@ -198,7 +198,6 @@ def normalize_rows(
 ):
     """Rows held in registers: program p takes tile p, or tiles p, p + programs, and so on."""
     if DEPENDENT:
-        gdc_launch_dependents()
         gdc_wait()
     PADDED: tl.constexpr = N != BLOCK
     MASKED: tl.constexpr = PADDED or TILE != 1
@@ -228,6 +227,9 @@ def normalize_rows(
         if bias is not None:
             biases = _of_channels(bias, row + lanes, 0, N, BLOCK, GROUPS, SPATIAL)
 
+    if DEPENDENT:
+        # Not before: programs that wait would be spread unevenly among those that read.
+        gdc_launch_dependents()
     if PERSISTENT:
         step = tl.num_programs(0).to(tl.int64) * TILE
         for first in range(row, rows, step):

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-LEAST_32 = tl.constexpr(-(2**31))
 LEAST_64 = tl.constexpr(-(2**63))
 ONES = tl.constexpr(0x01010101)
 HIGH = tl.constexpr(0x80808080 - 2**32)
@@ -23,13 +22,22 @@ def _times(a, b):
 
 
 @triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _smaller(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _largest(value, AXIS: tl.constexpr):
     """The maximum, NaN where there is one."""
-    peak = tl.max(value, AXIS)
     if value.dtype.is_floating():
-        bad = tl.max((value != value).to(tl.int32), AXIS)
-        peak = tl.where(bad > 0, float("nan"), peak)
-    return peak
+        return tl.reduce(value, AXIS, _larger)
+    else:
+        return tl.max(value, AXIS)
 
 
 @triton.jit
@@ -49,14 +57,6 @@ def _ordered(value):
     else:
         bits = value.to(tl.int32, bitcast=True)
         return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int32)
-
-
-@triton.jit
-def _key(value, inside):
-    """Integers in the order of floats, the least ones outside."""
-    key = _ordered(value)
-    LEAST: tl.constexpr = LEAST_64 if key.dtype == tl.int64 else LEAST_32
-    return tl.where(inside, key, LEAST)
 
 
 @triton.jit
@@ -105,7 +105,9 @@ def _lifted(
             else float("inf")
             if FOLD == "min"
             else float("-inf")
-            if FOLD == "exp" or (FOLD == "max" and LIFT == "same")
+            if FOLD == "exp" or ((FOLD == "max" or FOLD == "first") and LIFT == "same")
+            else float("inf")
+            if LIFT == "negative"
             else 0.0
         )
         value = tl.load(pointer, mask=inside, other=OTHER)
@@ -143,7 +145,7 @@ def _fold(value, inside, place, count, FOLD: tl.constexpr, AXIS: tl.constexpr):
         a = _largest(value, AXIS)
         b, c = a, a
     elif FOLD == "min":
-        a = -_largest(-value, AXIS)
+        a = tl.reduce(value, AXIS, _smaller)
         b, c = a, a
     elif FOLD == "exp":
         a = tl.max(value, AXIS)
@@ -155,31 +157,31 @@ def _fold(value, inside, place, count, FOLD: tl.constexpr, AXIS: tl.constexpr):
         b = tl.sum(away * away, AXIS)
         c = tl.zeros_like(a) + count
     else:
-        a, b = _first_of(_key(value, inside), place, AXIS)
+        # What lies outside is at most equal, and later.
+        a, b = _first_of(_ordered(value), place, AXIS)
         c = a
     return a, b, c
 
 
 @triton.jit
-def _joined(a, b, value, inside, place, TURN: tl.constexpr, FOLD: tl.constexpr):
+def _joined(a, b, value, inside, TURN: tl.constexpr, FOLD: tl.constexpr):
     """The first two lanes of each place's state after tile ``TURN``, whose elements are ``value``."""
     if FOLD == "sum":
         a += value
     elif FOLD == "prod":
         a *= value
     elif FOLD == "max":
-        a = tl.maximum(a, value, propagate_nan=tl.PropagateNan.ALL)
+        a = _larger(a, value)
     elif FOLD == "min":
-        a = tl.minimum(a, value, propagate_nan=tl.PropagateNan.ALL)
+        a = _smaller(a, value)
     elif FOLD == "moments":  # Youngs and Cramer 1971: sums, and squares about the mean
         a += value
         away = tl.where(inside, value * (TURN + 1) - a, 0.0)
         b += away * away * (1.0 / (TURN * (TURN + 1)))
     else:
-        key = _key(value, inside)
-        better = key > a
-        a = tl.where(better, key, a)
-        b = tl.where(better, place, b)
+        better = (value > a) | ((value != value) & (a == a))
+        a = tl.where(better, value, a)
+        b = tl.where(better, TURN, b)
     return a, b
 
 
@@ -231,9 +233,16 @@ def _merged(a, b, c, FOLD: tl.constexpr, AXIS: tl.constexpr):
         elif FOLD == "max":
             a = _largest(a, AXIS)
         else:
-            a = -_largest(-a, AXIS)
+            a = tl.reduce(a, AXIS, _smaller)
         b, c = a, a
     return a, b, c
+
+
+@triton.jit
+def _inside(there, place, left, WHOLE: tl.constexpr):
+    """Which elements of a tile there are."""
+    inside = there & (place < left)
+    return tl.full(inside.shape, True, tl.int1) if WHOLE else inside
 
 
 @triton.jit
@@ -247,6 +256,7 @@ def _part(
     divisor,
     TURN: tl.constexpr,
     TURNS: tl.constexpr,
+    WHOLE: tl.constexpr,
     AXIS: tl.constexpr,
     LIFT: tl.constexpr,
     FOLD: tl.constexpr,
@@ -255,33 +265,39 @@ def _part(
     PACKED: tl.constexpr,
     CASTS: tl.constexpr,
     WIDE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """The state of TURNS tiles, ``step`` apart in memory, of TURN elements along the axis each, of
     which ``left`` are inside."""
-    inside = there & (place < left)
+    inside = _inside(there, place, left, WHOLE)
     value = _lifted(pointer, inside, y, divisor, LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE)
     if TURNS == 1:
+        if DEPENDENT:
+            gdc_launch_dependents()
         count = tl.minimum(left, TURN).to(tl.float64 if WIDE else tl.float32)
         a, b, c = _fold(value, inside, place, count, FOLD, AXIS)
     else:
         a, b = value, value
-        if FOLD == "first":
-            a, b = _key(value, inside), tl.broadcast_to(place, value.shape)
+        if FOLD == "first":  # the tile of each place's first maximum
+            b = tl.zeros(value.shape, tl.int32)
         elif FOLD == "moments":
             b = tl.zeros_like(value)
         for turn in tl.static_range(1, TURNS):
-            later = place + turn * TURN
-            inside = there & (later < left)
+            inside = _inside(there, place + turn * TURN, left, WHOLE)
             value = _lifted(
                 pointer + turn * step, inside, y, divisor,
                 LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE,
             )  # fmt: skip
-            a, b = _joined(a, b, value, inside, later, turn, FOLD)
+            a, b = _joined(a, b, value, inside, turn, FOLD)
+        if DEPENDENT:
+            gdc_launch_dependents()
         c = a
         if FOLD == "moments":
             turns = tl.maximum(tl.minimum((left - place + (TURN - 1)) // TURN, TURNS), 0)
             c = tl.broadcast_to(tl.where(there, turns, 0), value.shape).to(value.dtype)
             a = a / tl.maximum(c, 1.0)
+        elif FOLD == "first":
+            a, b = _ordered(a), place + b * TURN
         a, b, c = _merged(a, b, c, FOLD, AXIS)
     return a, b, c
 
@@ -353,6 +369,7 @@ def reduce_rows(
     ROWS: tl.constexpr,
     TURN: tl.constexpr,
     TURNS: tl.constexpr,
+    WHOLE: tl.constexpr,  # no tile has an element outside
     LAST: tl.constexpr,
     LIFT: tl.constexpr,
     FOLD: tl.constexpr,
@@ -366,17 +383,17 @@ def reduce_rows(
     DEPENDENT: tl.constexpr,
 ):
     """Contiguous rows: several to a tile, or a part of one row."""
-    if DEPENDENT:
-        gdc_launch_dependents()
     n = n_groups * GRAIN  # so that the compiler knows what divides a row
     program = tl.program_id(0)
     first = (program // parts).to(tl.int64) * ROWS
     start = (program % parts).to(tl.int64) * (TURN * TURNS)
     row, place = tl.arange(0, ROWS)[:, None], tl.arange(0, TURN)[None, :]
     pointer = x + first * n + start + (row * n + place)
+    if DEPENDENT:
+        gdc_wait()  # for the elements; what came before them in the stream is complete
     a, b, c = _part(
         pointer, TURN, row < rows - first, place, n - start, y, divisor,
-        TURN, TURNS, 1, LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE,
+        TURN, TURNS, WHOLE, 1, LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE, DEPENDENT,
     )  # fmt: skip
     if FOLD == "first":
         b += start
@@ -404,6 +421,7 @@ def reduce_columns(
     COLUMNS: tl.constexpr,
     TURN: tl.constexpr,
     TURNS: tl.constexpr,
+    WHOLE: tl.constexpr,  # no tile has an element outside
     LAST: tl.constexpr,
     LIFT: tl.constexpr,
     FOLD: tl.constexpr,
@@ -417,8 +435,6 @@ def reduce_columns(
     DEPENDENT: tl.constexpr,
 ):
     """An axis with an inner stride: a tile is a part of some columns."""
-    if DEPENDENT:
-        gdc_launch_dependents()
     inner = inner_groups * GRAIN
     program = tl.program_id(0)
     column = (program % inner_tiles).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
@@ -427,9 +443,11 @@ def reduce_columns(
     place = tl.arange(0, TURN)[:, None]
     start = part.to(tl.int64) * (TURN * TURNS)
     pointer = x + (outer * n + start + place) * inner + column[None, :]
+    if DEPENDENT:
+        gdc_wait()  # for the elements; what came before them in the stream is complete
     a, b, c = _part(
         pointer, inner * TURN, (column < inner)[None, :], place, n - start, y, divisor,
-        TURN, TURNS, 0, LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE,
+        TURN, TURNS, WHOLE, 0, LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE, DEPENDENT,
     )  # fmt: skip
     if FOLD == "first":
         b += start
@@ -465,9 +483,6 @@ def reduce_states(
 ):
     """States along the axis ``n`` of ``[outer, n, kept]``, or of ``[kept, n]`` with ROWS, ``N`` to a
     part."""
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()  # for the states; what came before them in the stream is complete
     program = tl.program_id(0)
     part = program % parts
     outer = (program // parts // tiles).to(tl.int64)
@@ -481,7 +496,11 @@ def reduce_states(
         offset = (outer * n * kept + index)[:, None] + (place * kept)[None, :]
         target = (outer * parts + part) * kept + index
     COUNTS: tl.constexpr = LIFT == "nonzero" or LIFT == "zero"
+    if DEPENDENT:
+        gdc_wait()  # for the states; what came before them in the stream is complete
     a, b, c = _loaded(states + offset, lanes, inside, FOLD, COUNTS)
+    if DEPENDENT:
+        gdc_launch_dependents()
     a, b, c = _merged(a, b, c, FOLD, 1)
     if LAST:
         _end(y, y2, outer * kept + index, index < kept, a, b, c, divisor, END)
