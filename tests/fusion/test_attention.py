@@ -375,7 +375,7 @@ def test_the_rule_by_device(monkeypatch):
     half, wide = (Result(dtype, (1, 8, 4096, 128)) for dtype in (torch.bfloat16, torch.float32))
     assert written_out_wins(half, 4096) == ""
     assert "float32" in written_out_wins(wide, 4096)
-    assert "fewer than" in written_out_wins(half, 8)
+    assert "fewer than" in written_out_wins(Result(torch.bfloat16, (1, 8, 63, 128)), 64)
     for capability, taken in {(8, 0): True, (7, 5): False}.items():
         facts = DeviceFacts("cuda", 0, capability, "test", 108, 164 << 10)
         monkeypatch.setattr(cost, "device_facts", lambda device, facts=facts: facts)
