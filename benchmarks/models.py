@@ -105,7 +105,10 @@ def _contenders(case: Case) -> tuple[dict[str, Work], dict[str, dict[str, Any]]]
         error = _off(result, exact)
         about[name] = {"first_call_s": round(first, 2), "error": float(f"{error:.3g}")}
         if not error <= max(ERROR[case.dtype], MORE * about["eager"]["error"]):
-            raise SystemExit(f"{case.name}: {name} is wrong by {about}")
+            own = about["eager"]["error"]
+            raise SystemExit(
+                f"{case.name}: {name} is wrong by {error:.3g}, eager code by {own:.3g}"
+            )
         if name in ("tileops", "ops"):
             report = last_report()
             assert report is not None

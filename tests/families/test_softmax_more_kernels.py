@@ -7,6 +7,7 @@ import torch
 
 from tests.aot import ARCHITECTURES, assert_fits, sass
 from tests.kernel_calls import builds_of, call_of, chosen, misaligned, poison, run_entry, shapes
+from tests.oracle import nearer
 from tests.triton_interpreter import interpreted
 from tileops.backend.tolerances import compare
 
@@ -63,8 +64,22 @@ def exact(op, tensors, dim):
     return grad - output.exp() * grad.sum(dim, keepdim=True)
 
 
+def rounding(op, tensors, dim):
+    """How far float32 moves a gradient whose two terms nearly cancel: some units of the terms."""
+    if op == "LogSoftmaxFwdOp":
+        return 0.0
+    grad, output = (tensor.double() for tensor in tensors)
+    if op == "SoftmaxBwdOp":
+        terms = output * (grad.abs() + (grad * output).abs().sum(dim, keepdim=True))
+    else:
+        terms = grad.abs() + output.exp() * grad.abs().sum(dim, keepdim=True)
+    return 16 * 2.0**-24 * terms
+
+
 def check(op, tensors, dim, actual):
-    found = compare(actual, exact(op, tensors, dim), "reduction")
+    wanted = exact(op, tensors, dim)
+    actual = nearer(actual, wanted, rounding(op, tensors, dim))
+    found = compare(actual, wanted, "reduction")
     assert found.ok, found.text
 
 

@@ -63,9 +63,8 @@ SCORES = {
     ("cuda", torch.bfloat16): (64 * 64, 64 * 64),
 }
 """By device and dtype: scores of one head from which torch's attention is faster than Inductor's code for
-one that is written out; without a gradient, and with one. On a card (measured on an H200 in bfloat16) it was
-for the fewest tried. In float32 torch's kernels for CUDA may round to TF32, which what is written out does
-not."""
+one that is written out; without a gradient, and with one. On an H200, in bfloat16, it was for the fewest
+that were tried. In float32 torch's kernels for CUDA may round to TF32; what is written out does not."""
 
 FLASH_HEAD, FLASH_ARCH = 128, (8, 0)
 """Features of a head up to which FlashAttention serves, gradients included, and the compute capability from
