@@ -193,6 +193,38 @@ def test_descriptors_need_aligned_rows_and_hopper():
     assert "float32" in served(call_like(512, 512, 512, torch.float32))[1]["persistent_epilogue"]
 
 
+# In benchmarks/results/epilogue_nvidia_h200.json: the size, what differs from bias and GELU, the fastest.
+FASTEST = [
+    ((4096, 4096, 4096), {}, "persistent_epilogue"),
+    ((4096, 4096, 1024), {}, "persistent_epilogue"),
+    ((4096, 16384, 4096), {}, "persistent_epilogue"),
+    ((4096, 4096, 4096), {"activation": "silu", "bias": False}, "persistent_epilogue"),
+    ((4096, 4096, 4096), {"keeps_preactivation": True}, "persistent_epilogue"),
+    ((4096, 4096, 4096), {"activation": None, "bias": False, "residual": True}, "persistent_epilogue"),
+    ((512, 4096, 4096), {}, "cublas_then_finish"),
+    ((16, 4096, 4096), {}, "triton_epilogue"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "params", "kernel"), FASTEST, ids=str)
+def test_what_was_fastest_on_an_h200_serves(size, params, kernel):
+    call = call_like(*size, torch.bfloat16, **({"residual": False} | params))
+    assert served(call)[0] == kernel
+
+
+def test_the_first_tile_was_the_fastest():
+    from tileops.gemm.kernels.epilogue import PersistentEpilogue
+
+    def first(*size, **params):
+        tiles = PersistentEpilogue.tiles(call_like(*size, torch.bfloat16, **params))
+        assert len(set(tiles)) == len(tiles)
+        return tiles[0].rows, tiles[0].columns, tiles[0].warps, tiles[0].stages, tiles[0].beside
+
+    assert first(4096, 4096, 4096, residual=False) == (128, 128, 4, 3, 2)
+    assert first(4096, 4096, 4096, residual=True) == (128, 256, 8, 3, 1)
+    assert first(512, 4096, 4096, residual=False) == (128, 128, 8, 4, 1)
+
+
 # ---- machine code --------------------------------------------------------------------------------
 
 WHOLE = {"activation": "gelu", "scale": 0.5, "keeps_preactivation": True}

@@ -65,15 +65,18 @@ def exact(op, tensors, dim):
 
 
 def rounding(op, tensors, dim):
-    """How far float32 moves a gradient whose two terms nearly cancel: some units of the terms."""
+    """How far float32 moves a gradient whose two terms nearly cancel, which the result's own size does not
+    tell: a rounding of each, and of the sum 5 standard deviations, for terms added one after the other, as
+    NumPy does for the interpreter (``CANCELLATION`` of the tolerances)."""
     if op == "LogSoftmaxFwdOp":
         return 0.0
     grad, output = (tensor.double() for tensor in tensors)
-    if op == "SoftmaxBwdOp":
-        terms = output * (grad.abs() + (grad * output).abs().sum(dim, keepdim=True))
-    else:
-        terms = grad.abs() + output.exp() * grad.abs().sum(dim, keepdim=True)
-    return 16 * 2.0**-24 * terms
+    softmax = output if op == "SoftmaxBwdOp" else output.exp()
+    first, summed = (softmax * grad,) * 2 if op == "SoftmaxBwdOp" else (grad, grad)
+    sums = (
+        5 * (grad.shape[dim] if grad.ndim else 1) ** 0.5 / 2.4 * summed.abs().sum(dim, keepdim=True)
+    )
+    return 2.0**-24 * (2 * first.abs() + softmax * sums)
 
 
 def check(op, tensors, dim, actual):

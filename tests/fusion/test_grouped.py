@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import tileops
 from tests.rewriting import rewritten
 from tileops.backend.tolerances import compare
+from tileops.fusion import grouped
 
 ATTENTION = "scaled_dot_product_attention"
 
@@ -144,13 +145,33 @@ def repeated_by_tiles(q, k, v, mask):
     )
 
 
-@pytest.mark.parametrize("function", [only_keys, repeated_by_tiles])
+def repeated_positions(q, k, v, mask):
+    keys, values = (t.repeat_interleave(3, dim=2) for t in (by_interleave(k), by_interleave(v)))
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask.repeat(1, 1, 1, 3))
+
+
+def groups_of_two_sizes(q, k, v, mask):
+    values = v[:, :1].repeat_interleave(6, dim=1)
+    return F.scaled_dot_product_attention(q, by_interleave(k), values, attn_mask=mask)
+
+
+@pytest.mark.parametrize(
+    "function", [only_keys, repeated_by_tiles, repeated_positions, groups_of_two_sizes]
+)
 def test_other_arrangements_are_not_touched(function):
     q, k, mask = heads(6, 19), heads(2, 19), visible(19, 19)
     v = heads(6 if function is only_keys else 2, 19)
     run, seen = rewritten(function)
     torch.testing.assert_close(run(q, k, v, mask), function(q, k, v, mask))
     assert not seen.substituted()
+
+
+def test_where_no_kernel_reads_groups(monkeypatch):
+    monkeypatch.setattr(grouped, "takes_groups", lambda *_: False)
+    given = heads(6, 5), heads(2, 19), heads(2, 19), visible(5, 19)
+    run, seen = rewritten(attention(by_expand))
+    torch.testing.assert_close(run(*given), attention(by_expand)(*given))
+    assert "no kernel" in seen.declined()[ATTENTION]
 
 
 def test_policies():
