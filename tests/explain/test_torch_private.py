@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import types
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -285,6 +287,25 @@ def test_memory_gbps(monkeypatch):
     assert private.memory_gbps() == pytest.approx(4916.7, abs=0.1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: types.SimpleNamespace())
     assert private.memory_gbps() is None
+
+
+def test_the_profilers_own_work_launches_nothing(monkeypatch):
+    """On a card it may take a buffer within a launch, and counts the launch's kernel as its own too."""
+
+    def event(name):
+        return SimpleNamespace(
+            name=name, kernels=[SimpleNamespace(name="k", duration=5.0)], thread=1,
+            time_range=SimpleNamespace(start=0.0, end=9.0),
+            device_type=SimpleNamespace(name="CPU"),
+        )  # fmt: skip
+
+    class Profiler(contextlib.nullcontext):
+        function_events = (event("aten::copy_"), event("Activity Buffer Request"))
+
+    monkeypatch.setattr(torch.autograd.profiler, "profile", lambda **_: Profiler())
+    with private.profiled() as seen:
+        pass
+    assert [span.kernels for span in seen.host] == [(("k", 5.0),), ()]
 
 
 def test_profiled():
