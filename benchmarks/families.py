@@ -233,7 +233,7 @@ def measure(op_class: Any, workload: Workload, arguments: argparse.Namespace) ->
         works.update(tuned(copied(first)))
     roofline = first.op.roofline_data_terms(*first.inputs.values())
     moved = roofline.read_bytes + roofline.write_bytes
-    count = _filed_sets(moved) if arguments.filed_sets else sets_past_l2(moved, MOST_SETS)
+    count = filed_sets(moved) if arguments.filed_sets else sets_past_l2(moved, MOST_SETS)
     sets = [first, *(workload_inputs(op_class, workload, DEVICE, seed=n) for n in range(1, count))]
     calls: Calls = {
         name: [functools.partial(work, made) for made in sets] for name, work in works.items()
@@ -246,7 +246,7 @@ def measure(op_class: Any, workload: Workload, arguments: argparse.Namespace) ->
     }  # fmt: skip
 
 
-def _filed_sets(moved: int) -> int:
+def filed_sets(moved: int) -> int:
     return max(1, min(8, int(128e6) // max(moved, 1)))
 
 

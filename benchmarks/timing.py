@@ -31,6 +31,8 @@ __all__ = [
     "device_times",
     "facts",
     "host_times",
+    "in_turns",
+    "sampler",
     "sets_past_l2",
     "slug",
     "versions",
@@ -53,13 +55,22 @@ def sets_past_l2(bytes_each: int, most: int = 64) -> int:
 
 def device_times(contenders: Mapping[str, Sequence[Work]], rounds: int = 11) -> dict[str, Times]:
     """Device time of one call, for contenders given as a work on each set of inputs."""
-    graphs = {name: _sized(works) for name, works in contenders.items()}
-    samples: dict[str, list[float]] = {name: [] for name in graphs}
-    order = list(graphs)
+    return in_turns({name: sampler(works) for name, works in contenders.items()}, rounds)
+
+
+def sampler(works: Sequence[Work]) -> Callable[[], float]:
+    """Captures a graph of these works; each call replays it and gives the device time of one work."""
+    graph, calls = _sized(works)
+    return lambda: _replay_us(graph) / calls
+
+
+def in_turns(samplers: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, Times]:
+    """Samples of each, taken in turns, forwards and backwards."""
+    samples: dict[str, list[float]] = {name: [] for name in samplers}
+    order = list(samplers)
     for turn in range(rounds):
         for name in order if turn % 2 == 0 else reversed(order):
-            graph, calls = graphs[name]
-            samples[name].append(_replay_us(graph) / calls)
+            samples[name].append(samplers[name]())
     return {name: _summary(values) for name, values in samples.items()}
 
 
