@@ -77,14 +77,8 @@ def _group(rewrite: Rewrite, node: Node, repeated: tuple[Node, Node, Node, Node]
     problem = edit.replace({node: call})
     if problem:
         return problem
-    stacks = dict.fromkeys(step.meta.get("stack_trace") or "" for step in sorted(steps))
-    rewrite.report.add(
-        "substituted",
-        call,
-        NAME,
-        call=f"torch.nn.functional.{NAME}(..., enable_gqa=True)",
-        steps=len(steps),
-        stacks=[stack for stack in stacks if stack],
+    rewrite.report.substituted(
+        call, NAME, f"torch.nn.functional.{NAME}(..., enable_gqa=True)", steps
     )
     edit.erase_unused(steps)
     return ""

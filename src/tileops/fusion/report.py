@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,12 @@ class Report:
         event = Event(kind, {"op": op, "node": node.name, **data, "stack": stack})
         self.events.append(event)
         record.emit(kind, **event.data)
+
+    def substituted(self, node: Node, op: str, call: str, region: Collection[Node]) -> None:
+        """Note that ``node``, written ``call``, stands for the plain PyTorch of ``region``."""
+        stacks = dict.fromkeys(step.meta.get("stack_trace") or "" for step in sorted(region))
+        said = [stack for stack in stacks if stack]
+        self.add("substituted", node, op, call=call, steps=len(region), stacks=said)
 
     def of(self, kind: str) -> Iterator[dict[str, Any]]:
         """The data of the events of one kind."""

@@ -161,15 +161,8 @@ class _Pass:
             raise NoMatchError(problem)
         self.covered |= proof.region
         self.rewrite.substituted.add(call)
-        stacks = dict.fromkeys(n.meta.get("stack_trace") or "" for n in sorted(proof.region))
-        self.rewrite.report.add(
-            "substituted",
-            call,
-            named[0],
-            call=named[1],
-            steps=len(proof.region),
-            stacks=[stack for stack in stacks if stack],
-        )
+        op, text = named
+        self.rewrite.report.substituted(call, op, text, proof.region)
         _sweep(self.rewrite, proof.region)
 
     def _by_torch(self, pattern: Pattern, proof: Proof) -> str:
