@@ -47,16 +47,21 @@ def dropout(x, y, seed, n, least, scale, DRAWN: tl.constexpr, BLOCK: tl.constexp
     if DRAWN:
         seed = tl.load(seed)
     start = tl.program_id(0).to(tl.int64) * BLOCK
+    place = tl.arange(0, BLOCK)
+    inside = place < n - start
+    full = start + BLOCK <= n  # without a mask n's divisibility does not decide the vector width
+    # Asked for before the words are drawn, which takes as long.
+    if full:
+        value = tl.load(x + start + place)
+    else:
+        value = tl.load(x + start + place, mask=inside, other=0.0)
     if x.dtype.element_ty.primitive_bitwidth == 16:
         words = words_of_eights(seed, start, BLOCK)
     else:
         words = words_of(seed, start, BLOCK)
     factor = tl.where(words >= least.to(tl.uint32), scale, 0.0)
-    place = tl.arange(0, BLOCK)
-    if start + BLOCK <= n:  # without a mask n's divisibility does not decide the vector width
-        value = tl.load(x + start + place).to(tl.float32)
-        tl.store(y + start + place, value * factor)
+    result = (value.to(tl.float32) * factor).to(y.dtype.element_ty)
+    if full:
+        tl.store(y + start + place, result)
     else:
-        inside = place < n - start
-        value = tl.load(x + start + place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(y + start + place, value * factor, mask=inside)
+        tl.store(y + start + place, result, mask=inside)

@@ -60,6 +60,13 @@ class ChannelTile:
     def size(self) -> int:
         return self.elements * self.adjacent
 
+    @property
+    def warps(self) -> int:
+        """A call of few elements waits for the work of one thread, so there that is one element."""
+        if self.elements <= 32 and self.size <= 256:
+            return max(1, self.size // 32)
+        return min(16, max(1, self.size // 512))
+
 
 @dataclass(frozen=True)
 class Channels:
@@ -155,7 +162,7 @@ class Channels:
             f"{DEVICE}:{fn}",
             signature,
             tuple({**absent, **sizes, **switches, **constants}.items()),
-            num_warps=min(16, max(1, tile.size // 512)),
+            num_warps=tile.warps,
             num_stages=1,
             aligned=tuple(
                 n for n, _ in signature if n in ("x", "grad", "y", "grad_x") and self.aligned
