@@ -188,40 +188,43 @@ def erf(x, NARROW: tl.constexpr):
 
 
 @triton.jit
-def _signed_power(x, y, size):
-    """``size`` is ``|x|**y``."""
-    whole = tl.floor(y) == y
-    odd = whole & (tl.floor(y * 0.5) * 2.0 != y)
-    negative = x.to(tl.int32, bitcast=True) < 0
-    result = tl.where(negative & odd, negated(size), size)
-    return tl.where((x < 0.0) & ~whole & (x > float("-inf")), float("nan"), result)
-
-
-@triton.jit
-def _is_one(x, y):
-    """Where ``|x|**y`` is 1 whatever its logarithm says."""
-    return (y == 0.0) | (x == 1.0) | ((x == -1.0) & (y == y))
-
-
-@triton.jit
 def pow(x, y, NARROW: tl.constexpr):
+    whole = tl.floor(y) == y
+    # The sign of x is the result's where y is odd.
+    sign = tl.where(whole & (tl.floor(y * 0.5) * 2.0 != y), -2147483648, 0)
+    undefined = (x < 0.0) & (whole == 0)
+    size = tl.abs(x)
+    # What is more raises anything but 1 to infinity or 0.
+    y = tl.maximum(y, -4294967296.0, propagate_nan=tl.PropagateNan.ALL)
+    y = tl.minimum(y, 4294967296.0, propagate_nan=tl.PropagateNan.ALL)
     if NARROW:
-        exponent = tl.where(_is_one(x, y), 0.0, y * log2(tl.abs(x), True))
-        return _signed_power(x, y, exp2(exponent))
+        total = tl.where(undefined & (size < float("inf")), float("nan"), log2(size, True))
+        result = exp2(y * total)
     else:
-        return _exact_power(x, y)
+        total, low = _log2_in_parts(size)
+        total = tl.where(undefined, float("nan"), total)
+        # Of 0, infinity and NaN.
+        plain = size.to(tl.uint32, bitcast=True) - 1 < 0x7F7FFFFF
+        total = tl.where(plain, total, instruction(size, "lg2.approx.ftz.f32"))
+        exponent = y * total
+        more = tl.fma(y, low, tl.fma(y, total, negated(exponent)))
+        # Infinity cannot be corrected, nor what is flushed: the power of half the exponent is neither.
+        half = exp2(exponent * 0.5)
+        result = tl.where(tl.abs(exponent) < 160.0, tl.fma(half, more * LN_2, half), half) * half
+    result = tl.where((x == 1.0) | (y == 0.0), 1.0, result)
+    sign &= x.to(tl.int32, bitcast=True)
+    return (result.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _exact_power(x, y):
-    """With the logarithm in two parts, since ``y`` multiplies its error."""
-    size = tl.abs(x)
-    tiny = size < 1.1754943508222875e-38
-    bits = tl.where(tiny, size * 16777216.0, size).to(tl.int32, bitcast=True)
-    # |x| is m * 2**e with m from sqrt(1/2) to sqrt(2).
-    e = (bits - 0x3F3504F3) >> 23
-    f = (bits - (e << 23)).to(tl.float32, bitcast=True) - 1.0
-    e = tl.where(tiny, e - 24, e).to(tl.float32)
+def _log2_in_parts(x):
+    """For positive finite numbers, since what multiplies the logarithm multiplies its error."""
+    tiny = x < 1.1754943508222875e-38
+    bits = tl.where(tiny, x * 16777216.0, x).to(tl.int32, bitcast=True)
+    # x is m * 2**e with m from sqrt(1/2) to sqrt(2).
+    e_bits = (bits - 0x3F3504F3) & -8388608
+    f = (bits - e_bits).to(tl.float32, bitcast=True) - 1.0
+    e = tl.fma(e_bits.to(tl.float32), 1.1920928955078125e-07, tl.where(tiny, -24.0, 0.0))
     # log(m) is 2 * artanh(q) for q = (m - 1) / (m + 1); rest is what is left out of the quotient.
     inverted = inverse(f + 2.0)
     q = f * inverted
@@ -234,15 +237,6 @@ def _exact_power(x, y):
     low = tl.fma(q, 2.0 * LOG2_E, negated(high))
     low = tl.fma(q, 2.0 * LOG2_E_REST, low)
     low = tl.fma(tl.fma(series, s * q, rest), 2.0 * LOG2_E, low)
-    summed = e + high
-    low += (e - summed) + high
-    total = summed + low
-    low = (summed - total) + low
-    # Of 0 and infinity.
-    total = tl.where(size == 0.0, float("-inf"), tl.where(size < float("inf"), total, size))
-    exponent = y * total
-    more = tl.fma(y, low, tl.fma(y, total, negated(exponent)))
-    # Infinity cannot be corrected, nor what is flushed: the power of half the exponent is neither.
-    half = exp2(exponent * 0.5)
-    result = tl.where(tl.abs(exponent) < 160.0, tl.fma(half, more * LN_2, half), half) * half
-    return _signed_power(x, y, tl.where(_is_one(x, y), 1.0, result))
+    of_m = high + low
+    total = e + of_m
+    return total, ((e - total) + of_m) + ((high - of_m) + low)

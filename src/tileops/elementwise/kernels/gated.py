@@ -15,6 +15,7 @@ from tileops.lib.launch import (
     cdiv,
     next_power_of_2,
     output_of,
+    overlapping,
     pointer_to,
 )
 
@@ -49,7 +50,7 @@ class Gated(Tiled):
         spec, columns = call.spec("input"), call.spec("input").shape[-1] // 2
         rows = math.prod(spec.shape[:-1])
         elements, warps = tile
-        width = min(next_power_of_2(max(columns, 1)), elements)
+        width, overlap = min(next_power_of_2(max(columns, 1)), elements), overlapping(call.device)
         return TritonBuild(
             f"{DEVICE}:{cls.device_function}",
             signature=(
@@ -65,8 +66,10 @@ class Gated(Tiled):
                 ("COLUMNS", width),
                 # A tile is part of one row, rows are of whole tiles, and one axis of the grid numbers them.
                 ("WHOLE", width == elements and columns % width == 0 and rows <= MOST),
+                ("DEPENDENT", bool(overlap)),
             ),
             num_warps=warps,
+            options=overlap,
             aligned=tuple(
                 name for name in cls.tensors if name not in call.inputs or call.spec(name).aligned
             ),

@@ -14,7 +14,7 @@ import torch
 
 from tileops.authoring import CallSpec, Entry, Run, TensorSpec
 from tileops.elementwise.kernels.expressions import care_of, expression_of, usual_of
-from tileops.elementwise.kernels.tiles import BYTES, Tile, Tiled
+from tileops.elementwise.kernels.tiles import BYTES, Tile, Tiled, not_filling
 from tileops.lib.launch import (
     DeviceFunction,
     Launcher,
@@ -22,6 +22,7 @@ from tileops.lib.launch import (
     cdiv,
     next_power_of_2,
     output_of,
+    overlapping,
     pointer_to,
 )
 
@@ -153,15 +154,17 @@ def _build(
     constants: dict[str, object],
     warps: int,
     steps: Sequence[int],
+    even: tuple[str, ...] = (),
 ) -> TritonBuild:
-    """``numbers``: each size or stride with its type, or its value where that is compiled in."""
+    """``numbers``: each size or stride with its type, or its value where that is compiled in; those that
+    are ``even`` are multiples of 16."""
     specs, output, scalars = _given(call), _output(call), cls.scalars(call)
     expression = cls.expression(call)
     floating = specs[0].dtype.is_floating_point
     kind = "fp32" if floating else "i64" if specs[0].dtype is torch.int64 else "i32"
     tensors = dict(zip("abc", specs, strict=False))
     aligned = [n for (n, s), step in zip(tensors.items(), steps, strict=True) if s.aligned and step]
-    in_place = bool(call.written)
+    in_place, overlap = bool(call.written), overlapping(call.device)
     if specs[0].aligned or not in_place:
         aligned.append("y")
     return TritonBuild(
@@ -181,9 +184,11 @@ def _build(
             *((name, None) for name in "pqr"[len(scalars) :]),
             *((name, given) for name, given in numbers.items() if not isinstance(given, str)),
             *constants.items(),
+            ("DEPENDENT", bool(overlap)),
         ),
         num_warps=warps,
-        aligned=tuple(aligned),
+        aligned=(*aligned, *even),
+        options=overlap,
     )
 
 
@@ -198,11 +203,13 @@ def _flat(
 ) -> Made:
     count, (block, warps) = _output(call).numel, tile
     steps = [stride[0] if stride else 1 for stride in strides]
-    # Two elements for each thread.
     usual = usual_of(cls.expression(call), _output(call).dtype.itemsize < 4)
-    constants = {
-        "STEPS": (*steps, 0, 0)[:3], "BLOCK": block, "TAIL": min(block, 64 * warps), "USUAL": usual,
-    }  # fmt: skip
+    constants = {"STEPS": (*steps, 0, 0)[:3], "BLOCK": block, "USUAL": usual}
+    if not_filling(call):
+        even = ("n",) if count % 16 == 0 else ()  # with a mask that decides the vector width
+        build = _build(cls, call, "few", {"n": "i32"}, constants, warps, steps, even)
+        return build, (cdiv(count, block), (count, *_scalars(cls, call)))
+    constants["TAIL"] = min(block, 64 * warps)  # two elements for each thread
     build = _build(cls, call, "flat", {"n": "i64", "whole": "i32"}, constants, warps, steps)
     return build, (cdiv(count, block), (count, count // block, *_scalars(cls, call)))
 
