@@ -117,7 +117,6 @@ def _fmod(x: Any, y: Any) -> Any:
 
 
 def _prepare() -> None:
-    import numpy as np
     import torch
     import triton
     from triton.language.extra.cuda import libdevice
@@ -127,12 +126,9 @@ def _prepare() -> None:
     interpreter.InterpreterBuilder.create_fma = _fused
     interpreter.InterpreterBuilder.create_inline_asm = _assembled
     libdevice.fmod = _fmod
-    # Launches follow one another, and what is no number gives way, as on cards.
+    # Here no launch overlaps another.
     cuda = sys.modules["triton.language.extra.cuda"]
     cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None
-    builder = interpreter.InterpreterBuilder
-    builder.create_minnumf = lambda self, x, y: self.binary_op(x, y, np.fmin)
-    builder.create_maxnumf = lambda self, x, y: self.binary_op(x, y, np.fmax)
     if triton.__version__.startswith("3.6."):
         # There a loop's run-time bounds are arrays of one element, which NumPy 2.4 refuses as ints.
         plain = interpreter._patch_lang_tensor
