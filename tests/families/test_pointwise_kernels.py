@@ -355,28 +355,20 @@ def build_of(op, **inputs):
 def test_what_decides_a_build():
     x = torch.zeros(64, 64, dtype=torch.float16)
     other = torch.zeros(6, 100, dtype=torch.float16)
-    many = torch.zeros(640, 1001, dtype=torch.float16)
-    first = build_of(AddFwdOp(alpha=0.5), input=many, other=many)
+    first = build_of(AddFwdOp(alpha=0.5), input=x, other=x)
     assert first.aligned == ("a", "b", "y")
     # Neither sizes nor numbers among the parameters.
-    assert (
-        build_of(AddFwdOp(alpha=2), input=many[:600], other=many[:600]).identity == first.identity
-    )
-    # Of few elements whether there are a multiple of 16.
-    few = build_of(AddFwdOp(alpha=0.5), input=x, other=x)
-    assert few.aligned == ("a", "b", "y", "n")
-    assert build_of(AddFwdOp(alpha=2), input=x[:3], other=x[:3]).identity == few.identity
-    assert build_of(AddFwdOp(), input=other, other=other).aligned == ("a", "b", "y")
-    assert build_of(AddFwdOp(), input=x, other=x.bfloat16().half()[0]).identity != few.identity
+    assert build_of(AddFwdOp(alpha=2), input=other, other=other).identity == first.identity
+    assert build_of(AddFwdOp(), input=x, other=x.bfloat16().half()[0]).identity != first.identity
     rows = build_of(AddFwdOp(), input=x, other=x[:, :1].contiguous())
     tall = torch.zeros(640, 64, dtype=torch.float16)
     assert (
         build_of(AddFwdOp(), input=tall, other=tall[:, :1].contiguous()).identity == rows.identity
     )
     # Whether 16 bytes may be read at once.
-    assert build_of(AddFwdOp(), input=misaligned(x), other=x).aligned == ("b", "y", "n")
-    assert build_of(ReLUFwdOp(inplace=True), input=misaligned(x)).aligned == ("n",)
-    assert build_of(MulFwdOp(), input=x, other=x).identity != few.identity
+    assert build_of(AddFwdOp(), input=misaligned(x), other=x).aligned == ("b", "y")
+    assert build_of(ReLUFwdOp(inplace=True), input=misaligned(x)).aligned == ()
+    assert build_of(MulFwdOp(), input=x, other=x).identity != first.identity
 
 
 def test_what_the_decomposition_serves():

@@ -9,14 +9,18 @@ __all__ = ["begin", "release", "wait"]
 
 
 @triton.jit
-def begin(DEPENDENT: tl.constexpr):
-    release(DEPENDENT)
+def begin(DEPENDENT: tl.constexpr, resident):
+    """Wait; then release if all programs are ``resident`` at once (``launch.resident``). Where they are
+    not, those of the next kernel would be spread unevenly among those that are left of this one."""
     wait(DEPENDENT)
+    if DEPENDENT:
+        if tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2) <= resident:
+            gdc_launch_dependents()
 
 
 @triton.jit
 def release(DEPENDENT: tl.constexpr):
-    """From here on the stream's next kernel may be launched; it waits in turn."""
+    """The stream's next kernel may be launched once all programs have come here; it waits in turn."""
     if DEPENDENT:
         gdc_launch_dependents()
 

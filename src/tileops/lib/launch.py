@@ -39,6 +39,7 @@ __all__ = [
     "output_of",
     "overlapping",
     "pointer_to",
+    "resident",
 ]
 
 TRITON_TYPES = {
@@ -102,6 +103,11 @@ def overlapping(device: DeviceFacts) -> tuple[tuple[str, Any], ...]:
     """The compiler option that lets a kernel be launched while the stream's previous one ends, which its
     device code then awaits (``dependent_triton.py``); none before compute capability 9.0."""
     return (("launch_pdl", True),) if device.arch >= (9, 0) else ()
+
+
+def resident(device: DeviceFacts, warps: int) -> int:
+    """How many programs of so many warps run at once, as far as their threads allow."""
+    return 64 * device.multiprocessors // warps
 
 
 def device_guard(index: int) -> AbstractContextManager[Any]:

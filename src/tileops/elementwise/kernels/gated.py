@@ -17,6 +17,7 @@ from tileops.lib.launch import (
     output_of,
     overlapping,
     pointer_to,
+    resident,
 )
 
 __all__ = ["Gated", "GatedBackward"]
@@ -57,6 +58,7 @@ class Gated(Tiled):
                 *((name, pointer_to(spec.dtype)) for name in cls.tensors),
                 ("rows", "i64"),
                 ("column_groups", "i64"),
+                ("resident", "i32"),
             ),
             constexprs=(
                 ("ACTIVATION", expression_of(call, without=cls.op_ending, more="and_slope")),
@@ -85,12 +87,15 @@ class Gated(Tiled):
         facts = dict(build.constexprs)
 
         def bind(launcher: Launcher, call: CallSpec) -> Run:
-            return cls._bind(launcher, call, facts["GRAIN"], facts["ROWS"], facts["COLUMNS"])
+            most = resident(call.device, build.num_warps)
+            return cls._bind(launcher, call, facts["GRAIN"], facts["ROWS"], facts["COLUMNS"], most)
 
         return Entry(build.identity, build, bind)
 
     @classmethod
-    def _bind(cls, launcher: Launcher, call: CallSpec, grain: int, height: int, width: int) -> Run:
+    def _bind(
+        cls, launcher: Launcher, call: CallSpec, grain: int, height: int, width: int, most: int
+    ) -> Run:
         spec, launch = call.spec("input"), launcher.on(call.device.index)
         rows, columns = math.prod(spec.shape[:-1]), spec.shape[-1] // 2
         groups, tiles = columns // grain, cdiv(rows, height)
@@ -101,7 +106,7 @@ class Gated(Tiled):
         def run(*inputs: torch.Tensor) -> torch.Tensor:
             y = fresh()
             if rows and columns:
-                launch(*grid, *inputs, y, rows, groups)
+                launch(*grid, *inputs, y, rows, groups, most)
             return y
 
         return run

@@ -40,10 +40,10 @@ def _store(pointers, values, inside, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def gated(input, output, rows, column_groups, ACTIVATION: tl.constexpr, NARROW: tl.constexpr,
+def gated(input, output, rows, column_groups, resident, ACTIVATION: tl.constexpr, NARROW: tl.constexpr,
           GRAIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
           DEPENDENT: tl.constexpr):  # fmt: skip
-    begin(DEPENDENT)
+    begin(DEPENDENT, resident)
     to, at, columns, narrow, wide, inside = _tile(rows, column_groups, GRAIN, ROWS, COLUMNS, WHOLE)
     gate = _load(input + at + wide, inside, WHOLE)
     up = _load(input + at + columns + wide, inside, WHOLE)
@@ -52,10 +52,10 @@ def gated(input, output, rows, column_groups, ACTIVATION: tl.constexpr, NARROW: 
 
 
 @triton.jit
-def gated_backward(grad_output, input, grad_input, rows, column_groups, ACTIVATION: tl.constexpr,
+def gated_backward(grad_output, input, grad_input, rows, column_groups, resident, ACTIVATION: tl.constexpr,
                    NARROW: tl.constexpr, GRAIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                    WHOLE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    begin(DEPENDENT)
+    begin(DEPENDENT, resident)
     to, at, columns, narrow, wide, inside = _tile(rows, column_groups, GRAIN, ROWS, COLUMNS, WHOLE)
     grad = _load(grad_output + to + narrow, inside, WHOLE)
     gate = _load(input + at + wide, inside, WHOLE)

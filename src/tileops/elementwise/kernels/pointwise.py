@@ -14,7 +14,7 @@ import torch
 
 from tileops.authoring import CallSpec, Entry, Run, TensorSpec
 from tileops.elementwise.kernels.expressions import care_of, expression_of, usual_of
-from tileops.elementwise.kernels.tiles import BYTES, Tile, Tiled, not_filling
+from tileops.elementwise.kernels.tiles import BYTES, Tile, Tiled
 from tileops.lib.launch import (
     DeviceFunction,
     Launcher,
@@ -24,6 +24,7 @@ from tileops.lib.launch import (
     output_of,
     overlapping,
     pointer_to,
+    resident,
 )
 
 __all__ = ["ClampScalar", "NanToNum", "PReLU", "Pointwise", "Pow", "Round", "collapsed"]
@@ -154,10 +155,8 @@ def _build(
     constants: dict[str, object],
     warps: int,
     steps: Sequence[int],
-    even: tuple[str, ...] = (),
 ) -> TritonBuild:
-    """``numbers``: each size or stride with its type, or its value where that is compiled in; those that
-    are ``even`` are multiples of 16."""
+    """``numbers``: each size or stride with its type, or its value where that is compiled in."""
     specs, output, scalars = _given(call), _output(call), cls.scalars(call)
     expression = cls.expression(call)
     floating = specs[0].dtype.is_floating_point
@@ -173,6 +172,7 @@ def _build(
             *((name, pointer_to(spec.dtype)) for name, spec in tensors.items()),
             ("y", pointer_to(output.dtype)),
             *((name, given) for name, given in numbers.items() if isinstance(given, str)),
+            ("resident", "i32"),
             *((name, kind) for name in "pqr"[: len(scalars)]),
         ),
         constexprs=(
@@ -187,15 +187,17 @@ def _build(
             ("DEPENDENT", bool(overlap)),
         ),
         num_warps=warps,
-        aligned=(*aligned, *even),
+        aligned=tuple(aligned),
         options=overlap,
     )
 
 
-def _scalars(cls: type[Pointwise], call: CallSpec) -> Numbers:
-    """As the launch takes them: what float32 cannot hold becomes infinite, as in a conversion."""
-    floating = _given(call)[0].dtype.is_floating_point
-    return tuple(ctypes.c_float(s).value if floating else int(s) for s in cls.scalars(call))
+def _rest(cls: type[Pointwise], call: CallSpec, warps: int) -> Numbers:
+    """What a launch takes after sizes and strides. What float32 cannot hold becomes infinite, as in a
+    conversion."""
+    floating, most = _given(call)[0].dtype.is_floating_point, resident(call.device, warps)
+    scalars = cls.scalars(call)
+    return most, *(ctypes.c_float(s).value if floating else int(s) for s in scalars)
 
 
 def _flat(
@@ -203,15 +205,13 @@ def _flat(
 ) -> Made:
     count, (block, warps) = _output(call).numel, tile
     steps = [stride[0] if stride else 1 for stride in strides]
+    # Two elements for each thread.
     usual = usual_of(cls.expression(call), _output(call).dtype.itemsize < 4)
-    constants = {"STEPS": (*steps, 0, 0)[:3], "BLOCK": block, "USUAL": usual}
-    if not_filling(call):
-        even = ("n",) if count % 16 == 0 else ()  # with a mask that decides the vector width
-        build = _build(cls, call, "few", {"n": "i32"}, constants, warps, steps, even)
-        return build, (cdiv(count, block), (count, *_scalars(cls, call)))
-    constants["TAIL"] = min(block, 64 * warps)  # two elements for each thread
+    constants = {
+        "STEPS": (*steps, 0, 0)[:3], "BLOCK": block, "TAIL": min(block, 64 * warps), "USUAL": usual,
+    }  # fmt: skip
     build = _build(cls, call, "flat", {"n": "i64", "whole": "i32"}, constants, warps, steps)
-    return build, (cdiv(count, block), (count, count // block, *_scalars(cls, call)))
+    return build, (cdiv(count, block), (count, count // block, *_rest(cls, call, warps)))
 
 
 def _width(columns: int, most: int) -> int:
@@ -262,7 +262,7 @@ def _broadcasting(
     build = _build(cls, call, "broadcasting", numbers, constants, warps, steps)
     passed = [given[name] for name, kind in numbers.items() if isinstance(kind, str)]
     tiles = rows // outer[0] * row_tiles if tiled and outer[0] else cdiv(rows, height)
-    return build, (tiles * column_tiles, (*passed, *_scalars(cls, call)))
+    return build, (tiles * column_tiles, (*passed, *_rest(cls, call, warps)))
 
 
 def _bind(launcher: Launcher, call: CallSpec, launches: tuple[int, Numbers]) -> Run:

@@ -18,6 +18,7 @@ from tileops.lib.launch import (
     output_of,
     overlapping,
     pointer_to,
+    resident,
 )
 
 __all__ = ["Alibi", "Sinusoidal"]
@@ -49,7 +50,7 @@ class _Rows(Kernel):
             f"{DEVICE}:{cls.device_function}",
             signature=(
                 ("table", cls.table_type), ("y", pointer_to(output.dtype)), ("rows", "i32"),
-                ("per_entry", "i32"), ("columns", "i32"), ("tiles", "i32"),
+                ("per_entry", "i32"), ("columns", "i32"), ("tiles", "i32"), ("resident", "i32"),
             ),
             constexprs=(("ROWS", elements // width), ("COLUMNS", width), ("DEPENDENT", bool(overlap))),
             num_warps=warps,
@@ -70,7 +71,8 @@ class _Rows(Kernel):
     def _bind(cls, loaded: tuple[Launcher, torch.Tensor], call: CallSpec) -> Run:
         launcher, table = loaded
         output, launch = call.spec("output"), launcher.on(call.device.index)
-        columns, (elements, _) = output.shape[-1], cls.tile(call)
+        columns, (elements, warps) = output.shape[-1], cls.tile(call)
+        most = resident(call.device, warps)
         rows, width = output.numel // columns, min(elements, next_power_of_2(columns))
         tiles, fresh = cdiv(columns, width), output_of(output)
         programs = cdiv(rows, elements // width) * tiles
@@ -78,7 +80,7 @@ class _Rows(Kernel):
 
         def run() -> torch.Tensor:
             y = fresh()
-            launch(programs, 1, 1, table, y, rows, per_entry, columns, tiles)
+            launch(programs, 1, 1, table, y, rows, per_entry, columns, tiles, most)
             return y
 
         return run

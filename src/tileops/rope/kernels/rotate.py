@@ -17,7 +17,15 @@ from fractions import Fraction
 import torch
 
 from tileops.authoring import CallSpec, Entry, Kernel, Run, TensorSpec
-from tileops.lib.launch import Launcher, TritonBuild, cdiv, next_power_of_2, overlapping, pointer_to
+from tileops.lib.launch import (
+    Launcher,
+    TritonBuild,
+    cdiv,
+    next_power_of_2,
+    overlapping,
+    pointer_to,
+    resident,
+)
 from tileops.rope import spectra
 
 __all__ = ["Rotate", "turns_per_position"]
@@ -91,7 +99,8 @@ class Rotate(Kernel):
         build, rows = _build(call, tile, warps)
 
         def bind(artifact: tuple[Launcher, torch.Tensor], call: CallSpec) -> Run:
-            return _bind(*artifact, call, rows, scale)
+            last = (scale, resident(call.device, build.num_warps))
+            return _bind(*artifact, call, rows, last)
 
         load = functools.partial(_load, build, rates, turned(call).device)
         return Entry((build.identity, rates), load, bind)
@@ -144,6 +153,7 @@ def _build(call: CallSpec, tile: int, warps: int) -> tuple[TritonBuild, int]:
             ("heads", "i32"),
             ("heads_each", "i32"),
             ("scale", "fp32"),
+            ("resident", "i32"),
         ),
         constexprs=(
             *(() if given else (("positions", None),)),
@@ -171,7 +181,10 @@ def _load(
     return build(), torch.tensor(turns_per_position(rates), dtype=torch.int64, device=device)
 
 
-def _bind(launcher: Launcher, turns: torch.Tensor, call: CallSpec, rows: int, scale: float) -> Run:
+def _bind(
+    launcher: Launcher, turns: torch.Tensor, call: CallSpec, rows: int, last: tuple[float, int]
+) -> Run:
+    """``last``: the kernel's last arguments."""
     shape, launch = turned(call).shape, launcher.on(call.device.index)
     heads, width = _heads(shape), shape[-1]
     # [tokens, D], [tokens, heads, D] or [batch, period, heads, D]
@@ -190,9 +203,8 @@ def _bind(launcher: Launcher, turns: torch.Tensor, call: CallSpec, rows: int, sc
             parts = cdiv(heads, each)
             programs = tokens
         if programs and width:
-            launch(
-                programs, parts, 1, x, *positions, turns, y, tokens, *sequence, heads, each, scale
-            )
+            given = (x, *positions, turns, y, tokens, *sequence, heads, each, *last)
+            launch(programs, parts, 1, *given)
         return y
 
     return run

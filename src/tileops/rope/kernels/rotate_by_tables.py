@@ -21,6 +21,7 @@ from tileops.lib.launch import (
     output_of,
     overlapping,
     pointer_to,
+    resident,
 )
 from tileops.rope.kernels.rotate import FEWEST_PAIRS, turned
 
@@ -137,6 +138,7 @@ def _entry(call: CallSpec, tile: int, warps: int) -> Entry:
             ("sin", pointer_to(sin.dtype)),
             ("y", pointer),
             *((name, kind) for name, kind, value in _numbers(axes) if value is not None),
+            ("resident", "i32"),
         ),
         constexprs=(
             *((name, None) for name, _, value in _numbers(axes) if value is None),
@@ -158,6 +160,7 @@ def _entry(call: CallSpec, tile: int, warps: int) -> Entry:
     layers = cdiv(one, WIDEST_GRID)
     grid = (cdiv(several, rows), cdiv(one, layers), layers)
     numbers = [value for _, _, value in _numbers(axes) if value is not None]
+    numbers.append(resident(call.device, warps))
 
     def bind(launcher: Launcher, call: CallSpec) -> Run:
         return _bind(launcher, call, grid, numbers)

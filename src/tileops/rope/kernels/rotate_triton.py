@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from tileops.lib.activations_triton import instruction
-from tileops.lib.dependent_triton import release, wait
+from tileops.lib.dependent_triton import begin
 
 
 @triton.jit
@@ -134,6 +134,7 @@ def rotate(
     heads,
     heads_each,
     scale,
+    resident,
     D: tl.constexpr,
     ROTARY: tl.constexpr,
     ROWS: tl.constexpr,
@@ -144,12 +145,11 @@ def rotate(
     DEPENDENT: tl.constexpr,
     NARROW: tl.constexpr,
 ):
-    release(DEPENDENT)
     # The position of a token is what `positions` holds or, where that is null, its place in a
     # sequence of `period` tokens. Rows are asked for before their angles are worked out.
     pair = tl.arange(0, HALF)
     turn = tl.load(turns + pair, mask=pair < ROTARY // 2, other=0)[None, :]  # which no kernel wrote
-    wait(DEPENDENT)
+    begin(DEPENDENT, resident)
     if FEW_HEADS:  # so many; the rows of a tile are those of several tokens
         first = tl.program_id(0).to(tl.int64) * ROWS
         rows = tl.minimum(tokens * FEW_HEADS - first, ROWS).to(tl.int32)
