@@ -1,4 +1,5 @@
-"""Kernels that may be launched before the stream's previous one has ended touch nothing before they wait.
+"""Kernels that may be launched before the stream's previous one has ended touch nothing before they wait,
+and let the next one be launched early only where all their programs run at once.
 
 The interpreter runs one kernel at a time. Here the previous one is what ``wait`` does: it writes the
 inputs, which hold something else until then."""
@@ -36,7 +37,7 @@ def integers(*shape):
 
 CASES = {
     "few": lambda: (ReLUFwdOp(), 132, {"input": normal(40, 32)}),
-    "many": lambda: (AddFwdOp(), 0, {"input": normal(1300), "other": normal(1300)}),
+    "more than run at once": lambda: (AddFwdOp(), 0, {"input": normal(1300), "other": normal(1300)}),
     "rows": lambda: (AddFwdOp(), 132, {"input": normal(30, 64), "other": normal(30, 1)}),
     "three": lambda: (ClampTensorFwdOp(), 132, {n: normal(64) for n in ("input", "min", "max")}),
     "gated": lambda: (SiLUAndMulFwdOp(), 132, {"input": normal(5, 64)}),
@@ -67,7 +68,7 @@ def run_after_waiting(op, multiprocessors, inputs):
         n: torch.full_like(t, 1 if t.dtype is torch.int64 else 7.0) for n, t in inputs.items()
     }
     call = cuda_call(op, before, (9, 0), multiprocessors)
-    waited = []
+    waited, released = [], []
 
     def wait():
         if not waited:
@@ -75,22 +76,22 @@ def run_after_waiting(op, multiprocessors, inputs):
                 given.copy_(inputs[name])
         waited.append(1)
 
-    plain, dependent_triton.gdc_wait = dependent_triton.gdc_wait, wait
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dependent_triton, "gdc_wait", wait)
+        patch.setattr(dependent_triton, "gdc_launch_dependents", lambda: released.append(1))
         result = run_entry(entry_of(call, op), call, *before.values())
-    finally:
-        dependent_triton.gdc_wait = plain
-    return result, before, len(waited)
+    return result, before, len(waited), len(released)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_waits_before_it_reads(case):
+def test_waits_before_it_reads_and_releases(case):
     op, multiprocessors, inputs = CASES[case]()
     outputs, written = exact(op, {name: given.clone() for name, given in inputs.items()})
-    result, after, waited = run_after_waiting(op, multiprocessors, inputs)
+    result, after, waited, released = run_after_waiting(op, multiprocessors, inputs)
     ((result, wanted),) = [(after[name], wanted) for name, wanted in written.items()] or [
         (result, outputs[0])
     ]
     found = compare(result, wanted, op.entry.kind)
     assert waited
+    assert released == (waited if multiprocessors else 0)
     assert found.ok, found.text
