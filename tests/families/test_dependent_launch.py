@@ -1,5 +1,5 @@
 """Kernels that may be launched before the stream's previous one has ended touch nothing before they wait,
-and let the next one be launched early only where all their programs run at once.
+and let the next one be launched early only where their programs are few.
 
 The interpreter runs one kernel at a time. Here the previous one is what ``wait`` does: it writes the
 inputs, which hold something else until then."""
@@ -37,7 +37,7 @@ def integers(*shape):
 
 CASES = {
     "few": lambda: (ReLUFwdOp(), 132, {"input": normal(40, 32)}),
-    "more than run at once": lambda: (AddFwdOp(), 0, {"input": normal(1300), "other": normal(1300)}),
+    "many": lambda: (AddFwdOp(), 0, {"input": normal(1300), "other": normal(1300)}),
     "rows": lambda: (AddFwdOp(), 132, {"input": normal(30, 64), "other": normal(30, 1)}),
     "three": lambda: (ClampTensorFwdOp(), 132, {n: normal(64) for n in ("input", "min", "max")}),
     "gated": lambda: (SiLUAndMulFwdOp(), 132, {"input": normal(5, 64)}),

@@ -10,11 +10,11 @@ __all__ = ["begin", "release", "wait"]
 
 @triton.jit
 def begin(DEPENDENT: tl.constexpr, resident):
-    """Wait; then release if all programs are ``resident`` at once (``launch.resident``). Where they are
-    not, those of the next kernel would be spread unevenly among those that are left of this one."""
+    """Wait; then release if programs, of which so many are ``resident`` at once (``launch.resident``), are
+    done in two rounds. In more of them it cost an H200 up to 15 %."""
     wait(DEPENDENT)
     if DEPENDENT:
-        if tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2) <= resident:
+        if tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2) <= 2 * resident:
             gdc_launch_dependents()
 
 

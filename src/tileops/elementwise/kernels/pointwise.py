@@ -332,6 +332,11 @@ class Pow(Pointwise):
 
     bytes = 2 * BYTES
 
+    @classmethod
+    def tile(cls, call: CallSpec) -> Tile:
+        elements, warps = super().tile(call)
+        return elements, min(warps, elements // 512) if elements > cls.few[0] else warps
+
 
 class PReLU(Pointwise):
     """The weight lies along axis 1."""

@@ -37,7 +37,7 @@ SIZES = {
     "heads": ((1024, 4), (512, 2), (1024, 2), (512, 4)),
     # Of which a part of the threads has nothing to do.
     "heads of no power of two": ((512, 2), (1024, 4), (1024, 2), (512, 4)),
-    "tokens": ((1024, 4), (512, 4), (512, 2)),
+    "tokens": ((512, 2), (1024, 4), (512, 4)),
     # With more warps each thread takes the sines of its own pairs, instead of being told them.
     "tokens of several heads": ((512, 1), (512, 2), (1024, 2), (1024, 4)),
 }
