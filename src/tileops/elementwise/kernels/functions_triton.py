@@ -236,9 +236,8 @@ def _log2_of_root(x):
     series = tl.fma(s, 0.14935932, 0.19988768)
     series = tl.fma(series, s, 0.33333388)
     series = tl.fma(series, s, LOG2_E_REST / LOG2_E)
-    high = tl.fma(
-        q, LOG2_E, 0.0
-    )  # a mere product would be fused into the sums, which count what it rounded
+    # A mere product would be fused into the sums, which count what it rounded.
+    high = tl.fma(q, LOG2_E, 0.0)
     low = tl.fma(q, LOG2_E, negated(high))
     low = tl.fma(tl.fma(series, q, rest), LOG2_E, low)
     of_m = high + low
