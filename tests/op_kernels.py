@@ -66,8 +66,7 @@ def check_kernel(
     arch: tuple[int, int] = (9, 0),
 ) -> Any:
     """Hold the kernel of a call to the op's meaning; returns what it returned. On a card of few
-    ``multiprocessors`` a small call is a large one. The interpreter knows no launch that overlaps another,
-    for which ``arch`` is one before 9.0."""
+    ``multiprocessors`` a small call is a large one."""
     outputs, written = exact(op, {n: None if t is None else t.clone() for n, t in inputs.items()})
     result, after = run_kernel(op, inputs, candidate, multiprocessors, arch)
     results = result if isinstance(result, tuple) else (result,)

@@ -92,6 +92,8 @@ def _assembled(self: Any, text: str, constraints: str, values: Any, *rest: Any) 
         "lg2.approx.ftz.f32": lambda x: np.log2(flushed(x)),
         "ex2.approx.ftz.f32": lambda x: flushed(np.exp2(flushed(x))),
         "rcp.approx.ftz.f32": lambda x: flushed(np.float32(1) / flushed(x)),
+        "sin.approx.ftz.f32": np.sin,
+        "cos.approx.ftz.f32": np.cos,
         "rcp.rn.f32": lambda x: np.float32(1) / x,
         "cvt.rni.f32.f32": np.rint,
         "cvt.rzi.f32.f32": np.trunc,
@@ -124,6 +126,9 @@ def _prepare() -> None:
     interpreter.InterpreterBuilder.create_fma = _fused
     interpreter.InterpreterBuilder.create_inline_asm = _assembled
     libdevice.fmod = _fmod
+    # Here no launch overlaps another.
+    cuda = sys.modules["triton.language.extra.cuda"]
+    cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None
     if triton.__version__.startswith("3.6."):
         # There a loop's run-time bounds are arrays of one element, which NumPy 2.4 refuses as ints.
         plain = interpreter._patch_lang_tensor

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from tileops.engine.asked import collector
-from tileops.engine.kernel import TensorSpec
+from tileops.engine.kernel import DeviceFacts, TensorSpec
 from tileops.engine.settings import settings
 from tileops.lib.driver import Launch, load
 from tileops.lib.machine_code import Code, DeviceFunction, check_card, code_for, key_of
@@ -37,7 +37,9 @@ __all__ = [
     "device_guard",
     "next_power_of_2",
     "output_of",
+    "overlapping",
     "pointer_to",
+    "resident",
 ]
 
 TRITON_TYPES = {
@@ -95,6 +97,17 @@ def output_of(spec: TensorSpec) -> Callable[[], torch.Tensor]:
         strides = TensorSpec.contiguous_of(spec.shape, spec.dtype, spec.device).strides
         return partial(_empty_strided_cuda, spec.shape, strides, spec.dtype)
     return partial(torch.empty, spec.shape, dtype=spec.dtype, device=spec.device)
+
+
+def overlapping(device: DeviceFacts) -> tuple[tuple[str, Any], ...]:
+    """The compiler option that lets a kernel be launched while the stream's previous one ends, which its
+    device code then awaits (``dependent_triton.py``); none before compute capability 9.0."""
+    return (("launch_pdl", True),) if device.arch >= (9, 0) else ()
+
+
+def resident(device: DeviceFacts, warps: int) -> int:
+    """How many programs of so many warps run at once, as far as their threads allow."""
+    return 64 * device.multiprocessors // warps
 
 
 def device_guard(index: int) -> AbstractContextManager[Any]:

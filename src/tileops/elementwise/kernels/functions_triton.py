@@ -188,61 +188,58 @@ def erf(x, NARROW: tl.constexpr):
 
 
 @triton.jit
-def _signed_power(x, y, size):
-    """``size`` is ``|x|**y``."""
-    whole = tl.floor(y) == y
-    odd = whole & (tl.floor(y * 0.5) * 2.0 != y)
-    negative = x.to(tl.int32, bitcast=True) < 0
-    result = tl.where(negative & odd, negated(size), size)
-    return tl.where((x < 0.0) & ~whole & (x > float("-inf")), float("nan"), result)
-
-
-@triton.jit
-def _is_one(x, y):
-    """Where ``|x|**y`` is 1 whatever its logarithm says."""
-    return (y == 0.0) | (x == 1.0) | ((x == -1.0) & (y == y))
-
-
-@triton.jit
 def pow(x, y, NARROW: tl.constexpr):
+    whole = tl.floor(y) == y
+    # The sign of x is the result's where y is odd.
+    sign = tl.where(whole & (tl.floor(y * 0.5) * 2.0 != y), -2147483648, 0)
+    spoilt = tl.where(whole, 0.0, float("nan"))  # what a negative x adds
+    size = tl.abs(x)
+    # What is more raises anything but 1 to infinity or 0.
+    y = tl.maximum(y, -4294967296.0, propagate_nan=tl.PropagateNan.ALL)
+    y = tl.minimum(y, 4294967296.0, propagate_nan=tl.PropagateNan.ALL)
     if NARROW:
-        exponent = tl.where(_is_one(x, y), 0.0, y * log2(tl.abs(x), True))
-        return _signed_power(x, y, exp2(exponent))
+        total = log2(size, True)
+        total = tl.where((x < 0.0) & (size < float("inf")), total + spoilt, total)
+        result = exp2(y * total)
     else:
-        return _exact_power(x, y)
+        total, low = _log2_of_root(size)
+        total = tl.where(x < 0.0, total + spoilt, total)
+        # Of 0, infinity and NaN.
+        plain = size.to(tl.uint32, bitcast=True) - 1 < 0x7F7FFFFF
+        total = tl.where(plain, total, instruction(size, "lg2.approx.ftz.f32"))
+        # Infinity cannot be corrected, nor what is flushed: the power of the root is neither.
+        exponent = y * total
+        more = tl.fma(y, low, tl.fma(y, total, negated(exponent)))
+        root = exp2(exponent)
+        corrected = tl.fma(root, more * (2.0 * LN_2), root)
+        result = tl.where(tl.abs(exponent) < 80.0, corrected, root) * root
+    result = tl.where((x == 1.0) | (y == 0.0), 1.0, result)
+    sign &= x.to(tl.int32, bitcast=True)
+    return (result.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _exact_power(x, y):
-    """With the logarithm in two parts, since ``y`` multiplies its error."""
-    size = tl.abs(x)
-    tiny = size < 1.1754943508222875e-38
-    bits = tl.where(tiny, size * 16777216.0, size).to(tl.int32, bitcast=True)
-    # |x| is m * 2**e with m from sqrt(1/2) to sqrt(2).
-    e = (bits - 0x3F3504F3) >> 23
-    f = (bits - (e << 23)).to(tl.float32, bitcast=True) - 1.0
-    e = tl.where(tiny, e - 24, e).to(tl.float32)
-    # log(m) is 2 * artanh(q) for q = (m - 1) / (m + 1); rest is what is left out of the quotient.
+def _log2_of_root(x):
+    """For positive finite numbers; in two parts, since what multiplies a logarithm multiplies its error."""
+    tiny = x < 1.1754943508222875e-38
+    bits = tl.where(tiny, x * 16777216.0, x).to(tl.int32, bitcast=True)
+    # x is m * 2**e with m from sqrt(1/2) to sqrt(2).
+    e_bits = (bits - 0x3F3504F3) & -8388608
+    f = (bits - e_bits).to(tl.float32, bitcast=True) - 1.0
+    e = tl.fma(e_bits.to(tl.float32), 2.0**-24, tl.where(tiny, -12.0, 0.0))
+    # log(m) / 2 is artanh(q) for q = (m - 1) / (m + 1); rest is what is left out of the quotient.
     inverted = inverse(f + 2.0)
     q = f * inverted
     rest = inverted * tl.fma(negated(q), f, tl.fma(-2.0, q, f))
     s = q * q
-    series = tl.fma(s, 1.0 / 9.0, 1.0 / 7.0)
-    series = tl.fma(series, s, 0.2)
-    series = tl.fma(series, s, 1.0 / 3.0)
-    high = q * (2.0 * LOG2_E)
-    low = tl.fma(q, 2.0 * LOG2_E, negated(high))
-    low = tl.fma(q, 2.0 * LOG2_E_REST, low)
-    low = tl.fma(tl.fma(series, s * q, rest), 2.0 * LOG2_E, low)
-    summed = e + high
-    low += (e - summed) + high
-    total = summed + low
-    low = (summed - total) + low
-    # Of 0 and infinity.
-    total = tl.where(size == 0.0, float("-inf"), tl.where(size < float("inf"), total, size))
-    exponent = y * total
-    more = tl.fma(y, low, tl.fma(y, total, negated(exponent)))
-    # Infinity cannot be corrected, nor what is flushed: the power of half the exponent is neither.
-    half = exp2(exponent * 0.5)
-    result = tl.where(tl.abs(exponent) < 160.0, tl.fma(half, more * LN_2, half), half) * half
-    return _signed_power(x, y, tl.where(_is_one(x, y), 1.0, result))
+    # (artanh(q) / q - 1) / s, a minimax fit of relative error 2**-30 of the logarithm.
+    series = tl.fma(s, 0.14935932, 0.19988768)
+    series = tl.fma(series, s, 0.33333388)
+    series = tl.fma(series, s, LOG2_E_REST / LOG2_E)
+    # A mere product would be fused into the sums, which count what it rounded.
+    high = tl.fma(q, LOG2_E, 0.0)
+    low = tl.fma(q, LOG2_E, negated(high))
+    low = tl.fma(tl.fma(series, q, rest), LOG2_E, low)
+    of_m = high + low
+    total = e + of_m
+    return total, ((e - total) + of_m) + ((high - of_m) + low)

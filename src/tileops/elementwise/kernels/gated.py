@@ -15,7 +15,9 @@ from tileops.lib.launch import (
     cdiv,
     next_power_of_2,
     output_of,
+    overlapping,
     pointer_to,
+    resident,
 )
 
 __all__ = ["Gated", "GatedBackward"]
@@ -49,13 +51,14 @@ class Gated(Tiled):
         spec, columns = call.spec("input"), call.spec("input").shape[-1] // 2
         rows = math.prod(spec.shape[:-1])
         elements, warps = tile
-        width = min(next_power_of_2(max(columns, 1)), elements)
+        width, overlap = min(next_power_of_2(max(columns, 1)), elements), overlapping(call.device)
         return TritonBuild(
             f"{DEVICE}:{cls.device_function}",
             signature=(
                 *((name, pointer_to(spec.dtype)) for name in cls.tensors),
                 ("rows", "i64"),
                 ("column_groups", "i64"),
+                ("resident", "i32"),
             ),
             constexprs=(
                 ("ACTIVATION", expression_of(call, without=cls.op_ending, more="and_slope")),
@@ -65,8 +68,10 @@ class Gated(Tiled):
                 ("COLUMNS", width),
                 # A tile is part of one row, rows are of whole tiles, and one axis of the grid numbers them.
                 ("WHOLE", width == elements and columns % width == 0 and rows <= MOST),
+                ("DEPENDENT", bool(overlap)),
             ),
             num_warps=warps,
+            options=overlap,
             aligned=tuple(
                 name for name in cls.tensors if name not in call.inputs or call.spec(name).aligned
             ),
@@ -82,12 +87,15 @@ class Gated(Tiled):
         facts = dict(build.constexprs)
 
         def bind(launcher: Launcher, call: CallSpec) -> Run:
-            return cls._bind(launcher, call, facts["GRAIN"], facts["ROWS"], facts["COLUMNS"])
+            most = resident(call.device, build.num_warps)
+            return cls._bind(launcher, call, facts["GRAIN"], facts["ROWS"], facts["COLUMNS"], most)
 
         return Entry(build.identity, build, bind)
 
     @classmethod
-    def _bind(cls, launcher: Launcher, call: CallSpec, grain: int, height: int, width: int) -> Run:
+    def _bind(
+        cls, launcher: Launcher, call: CallSpec, grain: int, height: int, width: int, most: int
+    ) -> Run:
         spec, launch = call.spec("input"), launcher.on(call.device.index)
         rows, columns = math.prod(spec.shape[:-1]), spec.shape[-1] // 2
         groups, tiles = columns // grain, cdiv(rows, height)
@@ -98,7 +106,7 @@ class Gated(Tiled):
         def run(*inputs: torch.Tensor) -> torch.Tensor:
             y = fresh()
             if rows and columns:
-                launch(*grid, *inputs, y, rows, groups)
+                launch(*grid, *inputs, y, rows, groups, most)
             return y
 
         return run

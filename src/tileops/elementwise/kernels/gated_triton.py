@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from tileops.lib.dependent_triton import begin
+
 
 @triton.jit
 def _tile(rows, column_groups, GRAIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -38,8 +40,10 @@ def _store(pointers, values, inside, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def gated(input, output, rows, column_groups, ACTIVATION: tl.constexpr, NARROW: tl.constexpr,
-          GRAIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+def gated(input, output, rows, column_groups, resident, ACTIVATION: tl.constexpr, NARROW: tl.constexpr,
+          GRAIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
+          DEPENDENT: tl.constexpr):  # fmt: skip
+    begin(DEPENDENT, resident)
     to, at, columns, narrow, wide, inside = _tile(rows, column_groups, GRAIN, ROWS, COLUMNS, WHOLE)
     gate = _load(input + at + wide, inside, WHOLE)
     up = _load(input + at + columns + wide, inside, WHOLE)
@@ -48,9 +52,10 @@ def gated(input, output, rows, column_groups, ACTIVATION: tl.constexpr, NARROW: 
 
 
 @triton.jit
-def gated_backward(grad_output, input, grad_input, rows, column_groups, ACTIVATION: tl.constexpr,
+def gated_backward(grad_output, input, grad_input, rows, column_groups, resident, ACTIVATION: tl.constexpr,
                    NARROW: tl.constexpr, GRAIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-                   WHOLE: tl.constexpr):  # fmt: skip
+                   WHOLE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    begin(DEPENDENT, resident)
     to, at, columns, narrow, wide, inside = _tile(rows, column_groups, GRAIN, ROWS, COLUMNS, WHOLE)
     grad = _load(grad_output + to + narrow, inside, WHOLE)
     gate = _load(input + at + wide, inside, WHOLE)

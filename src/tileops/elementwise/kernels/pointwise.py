@@ -22,7 +22,9 @@ from tileops.lib.launch import (
     cdiv,
     next_power_of_2,
     output_of,
+    overlapping,
     pointer_to,
+    resident,
 )
 
 __all__ = ["ClampScalar", "NanToNum", "PReLU", "Pointwise", "Pow", "Round", "collapsed"]
@@ -161,7 +163,7 @@ def _build(
     kind = "fp32" if floating else "i64" if specs[0].dtype is torch.int64 else "i32"
     tensors = dict(zip("abc", specs, strict=False))
     aligned = [n for (n, s), step in zip(tensors.items(), steps, strict=True) if s.aligned and step]
-    in_place = bool(call.written)
+    in_place, overlap = bool(call.written), overlapping(call.device)
     if specs[0].aligned or not in_place:
         aligned.append("y")
     return TritonBuild(
@@ -170,6 +172,7 @@ def _build(
             *((name, pointer_to(spec.dtype)) for name, spec in tensors.items()),
             ("y", pointer_to(output.dtype)),
             *((name, given) for name, given in numbers.items() if isinstance(given, str)),
+            ("resident", "i32"),
             *((name, kind) for name in "pqr"[: len(scalars)]),
         ),
         constexprs=(
@@ -181,16 +184,20 @@ def _build(
             *((name, None) for name in "pqr"[len(scalars) :]),
             *((name, given) for name, given in numbers.items() if not isinstance(given, str)),
             *constants.items(),
+            ("DEPENDENT", bool(overlap)),
         ),
         num_warps=warps,
         aligned=tuple(aligned),
+        options=overlap,
     )
 
 
-def _scalars(cls: type[Pointwise], call: CallSpec) -> Numbers:
-    """As the launch takes them: what float32 cannot hold becomes infinite, as in a conversion."""
-    floating = _given(call)[0].dtype.is_floating_point
-    return tuple(ctypes.c_float(s).value if floating else int(s) for s in cls.scalars(call))
+def _rest(cls: type[Pointwise], call: CallSpec, warps: int) -> Numbers:
+    """What a launch takes after sizes and strides. What float32 cannot hold becomes infinite, as in a
+    conversion."""
+    floating, most = _given(call)[0].dtype.is_floating_point, resident(call.device, warps)
+    scalars = cls.scalars(call)
+    return most, *(ctypes.c_float(s).value if floating else int(s) for s in scalars)
 
 
 def _flat(
@@ -204,7 +211,7 @@ def _flat(
         "STEPS": (*steps, 0, 0)[:3], "BLOCK": block, "TAIL": min(block, 64 * warps), "USUAL": usual,
     }  # fmt: skip
     build = _build(cls, call, "flat", {"n": "i64", "whole": "i32"}, constants, warps, steps)
-    return build, (cdiv(count, block), (count, count // block, *_scalars(cls, call)))
+    return build, (cdiv(count, block), (count, count // block, *_rest(cls, call, warps)))
 
 
 def _width(columns: int, most: int) -> int:
@@ -255,7 +262,7 @@ def _broadcasting(
     build = _build(cls, call, "broadcasting", numbers, constants, warps, steps)
     passed = [given[name] for name, kind in numbers.items() if isinstance(kind, str)]
     tiles = rows // outer[0] * row_tiles if tiled and outer[0] else cdiv(rows, height)
-    return build, (tiles * column_tiles, (*passed, *_scalars(cls, call)))
+    return build, (tiles * column_tiles, (*passed, *_rest(cls, call, warps)))
 
 
 def _bind(launcher: Launcher, call: CallSpec, launches: tuple[int, Numbers]) -> Run:
@@ -324,6 +331,12 @@ class Pow(Pointwise):
     """Bound by instructions, so those around them are shared by more elements."""
 
     bytes = 2 * BYTES
+
+    @classmethod
+    def tile(cls, call: CallSpec) -> Tile:
+        """At least 16 elements to a thread where the call fills the card: 3 % faster on an H200."""
+        elements, warps = super().tile(call)
+        return elements, min(warps, elements // 512) if elements > cls.few[0] else warps
 
 
 class PReLU(Pointwise):

@@ -4,6 +4,8 @@
 import triton
 import triton.language as tl
 
+from tileops.lib.dependent_triton import begin
+
 
 @triton.jit
 def _wide(x):
@@ -55,11 +57,12 @@ def _flat_tile(a, b, c, y, first, n, p, q, r, EXPRESSION: tl.constexpr, TENSORS:
 
 
 @triton.jit
-def flat(a, b, c, y, n, whole, p, q, r, EXPRESSION: tl.constexpr, USUAL: tl.constexpr,
+def flat(a, b, c, y, n, whole, resident, p, q, r, EXPRESSION: tl.constexpr, USUAL: tl.constexpr,
          TENSORS: tl.constexpr, SCALARS: tl.constexpr, CARE: tl.constexpr, STEPS: tl.constexpr,
-         BLOCK: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
+         BLOCK: tl.constexpr, TAIL: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """Every tensor is as long as ``y``, or one element long (its step is 0). ``whole``: tiles without an
     end in them. ``USUAL``: does for EXPRESSION where it says so, or null."""
+    begin(DEPENDENT, resident)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     # Whole tiles take no mask: with one, n's divisibility would decide the vector width. The last
     # tile goes in small steps, so that the masked half of the code asks for few registers.
@@ -114,13 +117,14 @@ def _row_value(pointer, row, rest, s0, s1, s2, n1, column, inside, row_inside, c
 
 @triton.jit
 def broadcasting(a, b, c, y, rows, groups, column_tiles, row_tiles, n0, n1, a0, a1, a2, b0, b1, b2,
-                 c0, c1, c2, p, q, r, EXPRESSION: tl.constexpr, TENSORS: tl.constexpr,
+                 c0, c1, c2, resident, p, q, r, EXPRESSION: tl.constexpr, TENSORS: tl.constexpr,
                  SCALARS: tl.constexpr, CARE: tl.constexpr, STEPS: tl.constexpr, MOVES: tl.constexpr,
                  OUTER: tl.constexpr, TILED: tl.constexpr, WIDE: tl.constexpr, GRAIN: tl.constexpr,
-                 ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+                 ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """``y`` is rows of ``groups * GRAIN`` columns; ``n0`` rows make the innermost outer axis, and a tile
     lies within them if ``TILED``. ``STEPS`` and ``MOVES`` say whether a tensor differs from column to
     column and from row to row. ``WIDE``: offsets need 64 bits."""
+    begin(DEPENDENT, resident)
     columns = groups * GRAIN  # so that the compiler knows what divides a row
     tile = tl.program_id(0)
     if WIDE:

@@ -10,7 +10,16 @@ import torch
 from tileops.authoring import CallSpec, Entry, Kernel, Run
 from tileops.elementwise.kernels.tiles import FEW, Tile, not_filling
 from tileops.elementwise.position import alibi_slopes, sinusoidal_turns
-from tileops.lib.launch import Launcher, TritonBuild, cdiv, next_power_of_2, output_of, pointer_to
+from tileops.lib.launch import (
+    Launcher,
+    TritonBuild,
+    cdiv,
+    next_power_of_2,
+    output_of,
+    overlapping,
+    pointer_to,
+    resident,
+)
 
 __all__ = ["Alibi", "Sinusoidal"]
 
@@ -36,15 +45,16 @@ class _Rows(Kernel):
     def entry_for(cls, call: CallSpec) -> Entry:
         output = call.spec("output")
         columns, (elements, warps) = output.shape[-1], cls.tile(call)
-        width = min(elements, next_power_of_2(columns))
+        width, overlap = min(elements, next_power_of_2(columns)), overlapping(call.device)
         build = TritonBuild(
             f"{DEVICE}:{cls.device_function}",
             signature=(
                 ("table", cls.table_type), ("y", pointer_to(output.dtype)), ("rows", "i32"),
-                ("per_entry", "i32"), ("columns", "i32"), ("tiles", "i32"),
+                ("per_entry", "i32"), ("columns", "i32"), ("tiles", "i32"), ("resident", "i32"),
             ),
-            constexprs=(("ROWS", elements // width), ("COLUMNS", width)),
+            constexprs=(("ROWS", elements // width), ("COLUMNS", width), ("DEPENDENT", bool(overlap))),
             num_warps=warps,
+            options=overlap,
             aligned=("y", *(("columns",) if columns % 16 == 0 else ())),
         )  # fmt: skip
         # The table is part of what is built: a call that is captured into a graph must find it.
@@ -61,7 +71,8 @@ class _Rows(Kernel):
     def _bind(cls, loaded: tuple[Launcher, torch.Tensor], call: CallSpec) -> Run:
         launcher, table = loaded
         output, launch = call.spec("output"), launcher.on(call.device.index)
-        columns, (elements, _) = output.shape[-1], cls.tile(call)
+        columns, (elements, warps) = output.shape[-1], cls.tile(call)
+        most = resident(call.device, warps)
         rows, width = output.numel // columns, min(elements, next_power_of_2(columns))
         tiles, fresh = cdiv(columns, width), output_of(output)
         programs = cdiv(rows, elements // width) * tiles
@@ -69,7 +80,7 @@ class _Rows(Kernel):
 
         def run() -> torch.Tensor:
             y = fresh()
-            launch(programs, 1, 1, table, y, rows, per_entry, columns, tiles)
+            launch(programs, 1, 1, table, y, rows, per_entry, columns, tiles, most)
             return y
 
         return run

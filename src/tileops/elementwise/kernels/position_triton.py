@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from tileops.lib.dependent_triton import begin
+
 
 @triton.jit
 def _tile(tiles, ROWS: tl.constexpr):
@@ -19,8 +21,10 @@ def _store(y, value, row, rows, columns, tile, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def alibi(table, y, rows, per_entry, columns, tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def alibi(table, y, rows, per_entry, columns, tiles, resident, ROWS: tl.constexpr,
+          COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """Row ``h * per_entry + i`` is ``-table[h] * |i - j|``."""
+    begin(DEPENDENT, resident)
     row, tile = _tile(tiles, ROWS)
     place = tl.arange(0, COLUMNS)[None, :]
     distance = tl.abs(row % per_entry - tile * COLUMNS - place).to(tl.float32)
@@ -29,11 +33,11 @@ def alibi(table, y, rows, per_entry, columns, tiles, ROWS: tl.constexpr, COLUMNS
 
 
 @triton.jit
-def sinusoidal(
-    table, y, rows, per_entry, columns, tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+def sinusoidal(table, y, rows, per_entry, columns, tiles, resident, ROWS: tl.constexpr,
+               COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """Columns ``2 * i`` and ``2 * i + 1`` of row ``p`` are sine and cosine of ``p * table[i]`` quarter
     turns."""
+    begin(DEPENDENT, resident)
     row, tile = _tile(tiles, ROWS)
     pair = tile * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)[None, :]
     turn = tl.load(table + pair, mask=pair < columns // 2, other=0.0)

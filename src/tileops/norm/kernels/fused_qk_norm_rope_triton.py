@@ -2,7 +2,8 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tileops.lib.dependent_triton import release, wait
 
 __all__ = ["qk_norm_rope"]
 
@@ -43,9 +44,7 @@ def qk_norm_rope(
     DEPENDENT: tl.constexpr,  # may be launched before the stream's previous kernel has ended
 ):
     """Some heads of one token to a program. Every thread stores where it loaded."""
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait(DEPENDENT)
     TILES: tl.constexpr = (HEADS + TILE - 1) // TILE
     program = tl.program_id(0)
     token = (program // TILES).to(tl.int64)
@@ -77,6 +76,8 @@ def qk_norm_rope(
     angles = cache + position * R + half
     cosines = tl.load(angles, mask=known, other=0.0).to(tl.float32)
     sines = tl.load(angles + R // 2, mask=known, other=0.0).to(tl.float32)
+    # Also holds the compiler to asking for the angles before it sums.
+    release(DEPENDENT)
 
     squares = tl.sum(first * first + second * second, axis=1)
     if REST:

@@ -4,8 +4,8 @@ A pair of features turns by ``position * rate`` radians. A float32 angle is off 
 at position 131072. Here angles are counted in turns with 64 bits after the point: a table holds the
 turns per position, and an integer product that wraps drops the whole turns without rounding. What
 is left lies within an eighth of a turn of a quarter turn, where short polynomials give sine and
-cosine to float32 accuracy. The table decides the spectrum and the direction; machine code does not
-depend on it.
+cosine to float32 accuracy, or an instruction of the card does to the 20 bits that suffice for halves.
+The table decides the spectrum and the direction; machine code does not depend on it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from fractions import Fraction
 import torch
 
 from tileops.authoring import CallSpec, Entry, Kernel, Run, TensorSpec
-from tileops.lib.launch import Launcher, TritonBuild, cdiv, next_power_of_2, pointer_to
+from tileops.lib.launch import (
+    Launcher,
+    TritonBuild,
+    cdiv,
+    next_power_of_2,
+    overlapping,
+    pointer_to,
+    resident,
+)
 from tileops.rope import spectra
 
 __all__ = ["Rotate", "turns_per_position"]
@@ -29,7 +37,7 @@ SIZES = {
     "heads": ((1024, 4), (512, 2), (1024, 2), (512, 4)),
     # Of which a part of the threads has nothing to do.
     "heads of no power of two": ((512, 2), (1024, 4), (1024, 2), (512, 4)),
-    "tokens": ((1024, 4), (512, 4), (512, 2)),
+    "tokens": ((512, 2), (1024, 4), (512, 4)),
     # With more warps each thread takes the sines of its own pairs, instead of being told them.
     "tokens of several heads": ((512, 1), (512, 2), (1024, 2), (1024, 4)),
 }
@@ -91,7 +99,8 @@ class Rotate(Kernel):
         build, rows = _build(call, tile, warps)
 
         def bind(artifact: tuple[Launcher, torch.Tensor], call: CallSpec) -> Run:
-            return _bind(*artifact, call, rows, scale)
+            last = (scale, resident(call.device, build.num_warps))
+            return _bind(*artifact, call, rows, last)
 
         load = functools.partial(_load, build, rates, turned(call).device)
         return Entry((build.identity, rates), load, bind)
@@ -128,8 +137,10 @@ def _build(call: CallSpec, tile: int, warps: int) -> tuple[TritonBuild, int]:
         most = next_power_of_2(max(_heads(spec.shape), 1))
         warps = max(warps * min(rows, most) // rows, 1)
         rows = min(rows, most)
+    one = len(spec.shape) < 4  # sequence
     pointer, positions = pointer_to(spec.dtype), call.inputs.get("positions")
     given = () if positions is None else (("positions", pointer_to(positions.dtype)),)
+    overlap = overlapping(call.device)
     build = TritonBuild(
         f"{DEVICE}:rotate",
         signature=(
@@ -138,13 +149,15 @@ def _build(call: CallSpec, tile: int, warps: int) -> tuple[TritonBuild, int]:
             ("turns", "*i64"),
             ("y", pointer),
             ("tokens", "i64"),
-            ("period", "i32"),
+            *(() if one else (("period", "i32"),)),
             ("heads", "i32"),
             ("heads_each", "i32"),
             ("scale", "fp32"),
+            ("resident", "i32"),
         ),
         constexprs=(
             *(() if given else (("positions", None),)),
+            *((("period", None),) if one else ()),
             ("D", width),
             ("ROTARY", rotary),
             ("ROWS", rows),
@@ -152,10 +165,12 @@ def _build(call: CallSpec, tile: int, warps: int) -> tuple[TritonBuild, int]:
             ("TAIL", next_power_of_2(max(width - rotary, 1))),
             ("INTERLEAVED", getattr(call.params, "rope_layout", "neox") == "interleaved"),
             ("FEW_HEADS", few),
+            ("NARROW", spec.dtype.itemsize < 4),
+            ("DEPENDENT", bool(overlap)),
         ),
         num_warps=warps,
         aligned=("x", "turns", "y") if spec.aligned else ("turns", "y"),
-        options=(("maxnreg", 255),),  # ptxas would rather spill one than use many
+        options=(("maxnreg", 255), *overlap),  # ptxas would rather spill one than use many
     )
     return build, rows
 
@@ -166,12 +181,15 @@ def _load(
     return build(), torch.tensor(turns_per_position(rates), dtype=torch.int64, device=device)
 
 
-def _bind(launcher: Launcher, turns: torch.Tensor, call: CallSpec, rows: int, scale: float) -> Run:
+def _bind(
+    launcher: Launcher, turns: torch.Tensor, call: CallSpec, rows: int, last: tuple[float, int]
+) -> Run:
+    """``last``: the kernel's last arguments."""
     shape, launch = turned(call).shape, launcher.on(call.device.index)
     heads, width = _heads(shape), shape[-1]
     # [tokens, D], [tokens, heads, D] or [batch, period, heads, D]
-    period = shape[1] if len(shape) == 4 else shape[0]
-    times = period if len(shape) == 4 else 1
+    sequence = shape[1:2] if len(shape) == 4 else ()
+    times = math.prod(sequence)
     few, most = _few_heads(call), PROGRAMS_PER_SM * call.device.multiprocessors
     empty_like = torch.empty_like
 
@@ -185,8 +203,8 @@ def _bind(launcher: Launcher, turns: torch.Tensor, call: CallSpec, rows: int, sc
             parts = cdiv(heads, each)
             programs = tokens
         if programs and width:
-            arguments = (turns, y, tokens, period, heads, each, scale)
-            launch(programs, parts, 1, x, *positions, *arguments)
+            given = (x, *positions, turns, y, tokens, *sequence, heads, each, *last)
+            launch(programs, parts, 1, *given)
         return y
 
     return run

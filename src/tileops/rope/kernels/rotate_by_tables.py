@@ -19,7 +19,9 @@ from tileops.lib.launch import (
     cdiv,
     next_power_of_2,
     output_of,
+    overlapping,
     pointer_to,
+    resident,
 )
 from tileops.rope.kernels.rotate import FEWEST_PAIRS, turned
 
@@ -126,7 +128,7 @@ def _entry(call: CallSpec, tile: int, warps: int) -> Entry:
     # A tile need not be higher than there are rows for it.
     most = next_power_of_2(places.count if by_place else shared.count)
     warps, rows = max(warps * min(rows, most) // rows, 1), min(rows, most)
-    pointer = pointer_to(x.dtype)
+    pointer, overlap = pointer_to(x.dtype), overlapping(call.device)
     given = {"x": x, "cos": cos, "sin": sin}
     build = TritonBuild(
         f"{__name__}_triton:rotate_by_tables",
@@ -136,6 +138,7 @@ def _entry(call: CallSpec, tile: int, warps: int) -> Entry:
             ("sin", pointer_to(sin.dtype)),
             ("y", pointer),
             *((name, kind) for name, kind, value in _numbers(axes) if value is not None),
+            ("resident", "i32"),
         ),
         constexprs=(
             *((name, None) for name, _, value in _numbers(axes) if value is None),
@@ -146,16 +149,18 @@ def _entry(call: CallSpec, tile: int, warps: int) -> Entry:
             ("HALF", half),
             ("INTERLEAVED", call.params.rope_layout == "interleaved"),
             ("BACK", call.op.endswith("BwdOp")),
+            ("DEPENDENT", bool(overlap)),
         ),
         num_warps=warps,
         aligned=(*(name for name, spec in given.items() if spec.aligned), "y"),
-        options=(("maxnreg", 255),),  # ptxas would rather spill one than use many
+        options=(("maxnreg", 255), *overlap),  # ptxas would rather spill one than use many
     )
 
     several, one = (places.count, shared.count) if by_place else (shared.count, places.count)
     layers = cdiv(one, WIDEST_GRID)
     grid = (cdiv(several, rows), cdiv(one, layers), layers)
     numbers = [value for _, _, value in _numbers(axes) if value is not None]
+    numbers.append(resident(call.device, warps))
 
     def bind(launcher: Launcher, call: CallSpec) -> Run:
         return _bind(launcher, call, grid, numbers)

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from tileops.lib.dependent_triton import begin
 from tileops.rope.kernels.rotate_triton import _halves, _read_rows, _store_rows
 
 
@@ -53,6 +54,7 @@ def rotate_by_tables(
     shared_inner,
     shared_step,
     shared_inner_step,
+    resident,
     D: tl.constexpr,
     PAIRS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -60,7 +62,9 @@ def rotate_by_tables(
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     BACK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    begin(DEPENDENT, resident)
     # A tile has so many rows of one place or, BY_PLACE, one row of so many places.
     several = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     one = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
