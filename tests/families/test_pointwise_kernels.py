@@ -17,6 +17,7 @@ from tests.cases import op_classes, workload_call, workloads_in_every_dtype
 from tests.kernel_calls import builds_of, misaligned
 from tests.op_kernels import check_kernel, cuda_call, entry_of, prepared, run_kernel
 from tests.oracle import exact
+from tests.oracle_elementwise import philox_word
 from tileops.elementwise import (
     AddFwdOp,
     AlibiFwdOp,
@@ -387,6 +388,16 @@ def test_candidates(candidate):
     check_kernel(SigmoidFwdOp(), {"input": values((9001,), torch.bfloat16)}, candidate)
     inputs = {"input": values((7, 2050), torch.float16), "mask": values((7, 1), torch.bool)}
     check_kernel(MaskedFillScalarFwdOp(value=2.5), inputs, candidate)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("p", [1e-12, 0.3, 1 - 1e-12, 1.0])
+def test_dropout_keeps_what_the_words_say(p, dtype):
+    seed, x = 2**63 - 1, torch.ones(1027, dtype=dtype)
+    result, _ = run_kernel(DropoutFwdOp(p=p, seed=seed), {"input": x})
+    kept = torch.tensor([philox_word(seed, n) >= round(p * 2**32) for n in range(1027)])
+    assert torch.equal(result != 0, kept)
+    assert (result[kept] == torch.tensor(1 / (1 - p) if p < 1 else 0.0).to(dtype)).all()
 
 
 def test_dropout_by_the_seed_of_torch():

@@ -6,8 +6,8 @@ import torch
 
 from tileops.authoring import CallSpec, Entry, Run
 from tileops.elementwise.dropout import drawn_seed
-from tileops.elementwise.kernels.tiles import BYTES, Tile, Tiled
-from tileops.lib.launch import Launcher, TritonBuild, cdiv, output_of, pointer_to
+from tileops.elementwise.kernels.tiles import Tile, Tiled, not_filling
+from tileops.lib.launch import Launcher, TritonBuild, cdiv, output_of, overlapping, pointer_to
 
 __all__ = ["Dropout"]
 
@@ -34,20 +34,22 @@ class Dropout(Tiled):
 
     @classmethod
     def tile(cls, call: CallSpec) -> Tile:
-        return BYTES // cls.itemsize(call), 4  # for a small call too: one draw gives four elements
+        return (1024 if not_filling(call) else 2048), 4
 
     @classmethod
     def entry_of(cls, call: CallSpec, tile: Tile) -> Entry:
         spec, (block, warps) = call.spec("input"), tile
         pointer, drawn = pointer_to(spec.dtype), call.params.seed is None
+        overlap = overlapping(call.device)
         build = TritonBuild(
             f"{DEVICE}:dropout",
             signature=(
                 ("x", pointer), ("y", pointer), ("seed", "*i64" if drawn else "i64"), ("n", "i64"),
                 ("least", "i64"), ("scale", "fp32"),
             ),
-            constexprs=(("DRAWN", drawn), ("BLOCK", block)),
+            constexprs=(("DRAWN", drawn), ("BLOCK", block), ("DEPENDENT", bool(overlap))),
             num_warps=warps,
+            options=overlap,
             aligned=("x", "y") if spec.aligned else () if call.written else ("y",),
         )  # fmt: skip
 
@@ -60,7 +62,8 @@ class Dropout(Tiled):
 def _bind(launcher: Launcher, call: CallSpec, block: int) -> Run:
     spec, launch, given = call.spec("input"), launcher.on(call.device.index), call.params
     count, p, seed = spec.numel, given.p, given.seed
-    numbers = (count, round(p * 2**32), 1 / (1 - p) if p < 1 else 0.0)
+    least = round(p * 2**32)
+    numbers = (count, least, 1 / (1 - p) if least < 2**32 else 0.0)  # which no word reaches
     programs, fresh = cdiv(count, block), output_of(spec)
 
     def run_into(x: torch.Tensor, y: torch.Tensor) -> None:

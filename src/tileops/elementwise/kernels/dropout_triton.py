@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from tileops.lib.dependent_triton import release, wait
+
 
 @triton.jit
 def philox(seed, counter):
@@ -42,8 +44,10 @@ def words_of_eights(seed, start, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def dropout(x, y, seed, n, least, scale, DRAWN: tl.constexpr, BLOCK: tl.constexpr):
+def dropout(x, y, seed, n, least, scale, DRAWN: tl.constexpr, BLOCK: tl.constexpr,
+            DEPENDENT: tl.constexpr):  # fmt: skip
     """Element ``i`` is kept where word ``i`` of Philox-4x32-10 under ``seed`` is at least ``least``."""
+    wait(DEPENDENT)
     if DRAWN:
         seed = tl.load(seed)
     start = tl.program_id(0).to(tl.int64) * BLOCK
@@ -55,6 +59,7 @@ def dropout(x, y, seed, n, least, scale, DRAWN: tl.constexpr, BLOCK: tl.constexp
         value = tl.load(x + start + place)
     else:
         value = tl.load(x + start + place, mask=inside, other=0.0)
+    release(DEPENDENT)
     if x.dtype.element_ty.primitive_bitwidth == 16:
         words = words_of_eights(seed, start, BLOCK)
     else:
