@@ -134,9 +134,13 @@ def _owning(run: Callable[..., Any], count: int) -> Callable[..., Any]:
 
 @cache
 def decomposition_kernels(
-    function: Callable[..., Any], compiled_from: int | None, has_out: bool, is_input: str
+    function: Callable[..., Any],
+    compiled_from: int | None,
+    has_out: bool,
+    is_input: str,
+    unless: Callable[[CallSpec], str | None] | None = None,
 ) -> tuple[type[Kernel], type[Kernel]]:
-    """(plain, Inductor) for one op class."""
+    """(plain, Inductor) for one op class; ``compiled_from`` and ``unless`` as ``KernelInterface`` has them."""
 
     class Decomposition(Kernel):
         """The decomposition through ATen: any device, any call."""
@@ -169,7 +173,7 @@ def decomposition_kernels(
             largest = max((spec.numel for spec in specs if spec is not None), default=0)
             if largest < compiled_from:
                 return f"compiling pays from {compiled_from} elements on, here {largest}"
-            return None
+            return unless(call) if unless is not None else None
 
         @classmethod
         def entry_for(cls, call: CallSpec) -> Entry:

@@ -196,3 +196,5 @@ class KernelInterface:
     """Elements of the largest tensor from which the decomposition compiled by Inductor beats it run
     through ATen on the CPU, as ``benchmarks/cpu_kernels.py`` measures; None where it never does by what
     a second of compiling is worth."""
+    compiled_unless: Callable[[CallSpec], str | None] | None = None
+    """Why compiled code is slower for a call of that size, or None where it is not."""
