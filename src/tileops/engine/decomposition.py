@@ -18,6 +18,7 @@ import torch
 
 from tileops.engine.compiled import Compiled
 from tileops.engine.kernel import CallSpec, Entry, Kernel
+from tileops.engine.one_call import noted
 from tileops.engine.signature.source import compile_source
 
 __all__ = ["decomposition_kernels"]
@@ -155,7 +156,8 @@ def decomposition_kernels(
             identity = ("decomposition", function, call.key, call.device.type)
 
             def bind(_: Any, call: CallSpec) -> Any:
-                return _owning(_plain(function, call, has_out, is_input), len(call.outputs))
+                run = _plain(function, call, has_out, is_input)
+                return _owning(run if call.written else noted(run), len(call.outputs))
 
             return Entry(identity, lambda: function, bind)
 
