@@ -151,6 +151,8 @@ class Kernel:
     """Stands behind every specialised kernel; at most one for a slot and device type."""
     last_resort: ClassVar[bool] = False
     """Stands behind the general kernel too: the decomposition."""
+    compiles: ClassVar[bool] = False
+    """Made by Inductor on the CPU: not where ``TILEOPS_CPU_KERNEL`` says ``plain``."""
 
     @classmethod
     def refuses(cls, call: CallSpec) -> str | None:

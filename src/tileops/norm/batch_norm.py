@@ -6,13 +6,8 @@ import math
 
 import torch
 
-from tileops.authoring import CallSpec, KernelInterface, Op
+from tileops.authoring import KernelInterface, Op
 from tileops.norm.normal import by_statistics
-
-
-def _evaluated_halves(call: CallSpec) -> str | None:
-    halves = call.spec("input").dtype in (torch.float16, torch.bfloat16)
-    return "ATen evaluates halves faster" if halves and not call.params.training else None
 
 
 class BatchNormFwdOp(Op):
@@ -27,10 +22,7 @@ class BatchNormFwdOp(Op):
     """
 
     kernel = KernelInterface(
-        compiled_from=1 << 17,
-        compiled_unless=_evaluated_halves,
-        cuda=("channels:HeldChannels", "channels:SplitChannels"),
-        cpu=("channels_cpu:EvaluatedHalves",),
+        compiled_from=1 << 17, cuda=("channels:HeldChannels", "channels:SplitChannels")
     )
 
     @staticmethod
