@@ -121,7 +121,11 @@ def test_halves(op, name):
 def test_quotients_of_halves():
     x, y = torch.randn(2, 401, 331).unbind()
     y[3, :4] = torch.tensor([0.0, -0.0, torch.inf, torch.nan])
-    for mode, kernel in (("trunc", "inductor"), ("floor", "decomposition"), (None, "decomposition")):
+    for mode, kernel in (
+        ("trunc", "inductor"),
+        ("floor", "decomposition"),
+        (None, "decomposition"),
+    ):
         op = DivFwdOp(rounding_mode=mode)
         served(op, {"input": x.to(BF16) * 50, "other": y.to(BF16)}, kernel)
     served(DivFwdOp(rounding_mode="trunc"), {"input": x, "other": y}, "decomposition")

@@ -141,7 +141,7 @@ def decomposition_kernels(
     is_input: str,
     unless: Callable[[CallSpec], str | None] | None = None,
 ) -> tuple[type[Kernel], type[Kernel]]:
-    """(plain, Inductor) for one op class; ``compiled_from`` and ``unless`` as ``KernelInterface`` has them."""
+    """(plain, Inductor) for one op class; ``unless`` is ``KernelInterface.compiled_unless``."""
 
     class Decomposition(Kernel):
         """The decomposition through ATen: any device, any call."""

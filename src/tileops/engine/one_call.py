@@ -1,8 +1,8 @@
 """A decomposition that comes down to one call of torch for the tensors it was given.
 
-What else it does, to look at dtypes and devices and to hand its parameters on, follows from the facts of a
-call and costs up to 1.5 µs. So the first call of a plan notes what is called, and where that is one function
-of the very inputs, it is called at once from then on.
+What else it does, to look at dtypes and devices and to hand its parameters on, follows from the facts of
+a call and costs up to 1.5 µs. So the first call of a plan notes what is called, and where that is one
+function of the very inputs, it is called at once from then on.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ class _Calls(TorchFunctionMode):
         super().__init__()
         self.calls: list[tuple[Run, tuple[Any, ...], dict[str, Any], Any]] = []
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func not in _LOOKS and getattr(func, "__name__", "") != "__get__":
             self.calls.append((func, args, kwargs or {}, result))

@@ -20,7 +20,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 def not_halves(call: CallSpec) -> str | None:
     """Why ATen's kernel serves. It widens halves one by one; of float32 it keeps many sums at once, where
     Inductor keeps one."""
-    dtype = next(iter(call.inputs.values())).dtype
+    dtype = next(spec.dtype for spec in call.inputs.values() if spec is not None)
     return None if dtype in _HALVES else f"ATen's kernel is faster for {str(dtype)[6:]}"
 
 
