@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.oracle import check, same_bits
-from tileops.elementwise import DivFwdOp, DropoutFwdOp
+from tileops.elementwise import DivFwdOp, DropoutFwdOp, SiLUFwdOp
 from tileops.elementwise.kernels.dropout_cpu import CHUNK, Dropout
 from tileops.engine.plan import in_tree_kernels
 from tileops.engine.settings import settings
@@ -166,3 +166,23 @@ def test_nothing_is_compiled_where_the_setting_says_so(fresh_settings, monkeypat
     settings.cache_clear()
     names = {kernel.name for kernel in in_tree_kernels(DropoutFwdOp, "cpu")}
     assert names == {"chunked_dropout", "compiled_dropout", "decomposition"}
+
+
+def test_a_class_says_for_which_calls_compiling_does_not_pay():
+    op = SumFwdOp()
+    for dtype, reason in ((F32, "ATen's kernel is faster for float32"), (BF16, "elements on")):
+        op(torch.randn(4, 5).to(dtype) if dtype is BF16 else torch.randn(401, 331))
+        assert any(name == "inductor" and reason in why for name, why in op.last_call.refused)
+    # What was found of the forward's dtypes says nothing of the gradient.
+    assert SumFwdOp.backward_class().kernel.compiled_from is None
+    assert VarFwdOp.backward_class().kernel.compiled_from == VarFwdOp.kernel.compiled_from
+
+
+def test_what_compiled_code_writes_counts_as_written():
+    op, x = SiLUFwdOp(inplace=True), torch.randn(401, 331)
+    for _ in range(4):
+        wanted, version = torch.nn.functional.silu(x), x._version
+        assert op(x) is x
+        torch.testing.assert_close(x, wanted)
+        assert x._version > version
+    assert op.last_call.kernel == "inductor"
