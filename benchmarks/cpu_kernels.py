@@ -3,7 +3,8 @@
     PYTHONPATH=src python3 benchmarks/cpu_kernels.py elementwise norm           # families
     PYTHONPATH=src python3 benchmarks/cpu_kernels.py --op SiLUAndMulFwdOp --compile --mib 1 4 16
 
-``torch`` is the entry's ``reference`` where that can be called, else the op's definition run through ATen.
+``torch`` is the entry's ``reference`` where that can be called, else the op's definition run through ATen;
+a copy where the reference returns its input, since an op returns a new tensor.
 With ``--compile`` also: ``inductor``, the definition as a node compiles it (which decides an op's
 ``compiled_from``), and ``compiled op`` and ``compiled torch``, both inside ``torch.compile``. At the end of
 a line stands the op's time over torch's, which should be at most 1.05, and the same compiled.
@@ -76,6 +77,9 @@ def contenders(call: WorkloadCall, compiled: bool) -> dict[str, Work]:
         except (TypeError, RuntimeError, ValueError):  # it names or orders its arguments otherwise
             plain = None
     torchs = functools.partial(plain or definition, call)
+    given, found = next(iter(call.inputs.values())), torchs()
+    if found is given and not call.op._params.get("inplace", False):
+        torchs = given.clone
     op = functools.partial(call.op, *call.args, **call.kwargs)
     works: dict[str, Work] = {"tileops": op, "torch": torchs}
     if compiled:

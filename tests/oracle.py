@@ -272,8 +272,11 @@ def check(
 
 def _roundings(op: Any, inputs: dict[str, torch.Tensor | None]) -> Any:
     """For each output what the kernel that served may be off by beyond its tolerance; None: nothing."""
-    derived = oracle_attention.ROUNDING.get(type(op).__name__)
-    if derived is None or op.last_call.kernel == "decomposition":
+    name = type(op).__name__
+    derived = oracle_reduction.ROUNDING.get(name)
+    if derived is None and op.last_call.kernel != "decomposition":
+        derived = oracle_attention.ROUNDING.get(name)
+    if derived is None:
         return None
     return derived(op, **{item.name: inputs.get(item.name) for item in op.entry.inputs})
 

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["EXACT"]
+from tileops.backend.tolerances import CANCELLATION, UNIT_ROUNDOFF
+
+__all__ = ["EXACT", "ROUNDING"]
 
 Meaning = tuple[tuple[torch.Tensor | None, ...], dict[str, torch.Tensor]]
 
@@ -171,3 +173,21 @@ EXACT = {
     "VarMeanFwdOp": _reduction(lambda op, rows: (_var(op, rows), rows.mean(-1))),
     "VectorNormFwdOp": lambda op, x: _reduction(_norm)(op, x),
 }
+
+
+def lone_sum_rounding(op: Any, input: torch.Tensor) -> tuple[float, ...]:
+    """A sum of everything has no sums beside it whose size would say what its cancellation costs: that of
+    n terms is sqrt(n) times theirs."""
+    if not input.is_floating_point() or op.dim not in (None, ()):
+        return (0.0,)
+    dtype = op.dtype if op.dtype in UNIT_ROUNDOFF else input.dtype
+    accumulator = min(UNIT_ROUNDOFF[torch.float32], UNIT_ROUNDOFF[dtype])
+    size = float(input.double().square().nan_to_num(0.0, 0.0, 0.0).sum().sqrt())
+    share = input.numel() if type(op).__name__ == "MeanFwdOp" else 1
+    return (CANCELLATION * accumulator * size / max(share, 1),)
+
+
+ROUNDING: dict[str, Callable[..., tuple[float, ...]]] = {
+    "MeanFwdOp": lone_sum_rounding, "SumFwdOp": lone_sum_rounding,
+}  # fmt: skip
+"""For each output what it may be off by beyond the tolerance of a result."""

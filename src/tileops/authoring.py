@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tileops.engine import pattern
+from tileops.engine.compiled import Compiled
 from tileops.engine.errors import CheckError
 from tileops.engine.kernel import (
     CallSpec,
@@ -22,6 +23,7 @@ SignatureCall = CallSpec
 __all__ = [
     "CallSpec",
     "CheckError",
+    "Compiled",
     "DeviceFacts",
     "Entry",
     "Kernel",

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from tileops.authoring import KernelInterface, Op
+from tileops.authoring import CallSpec, KernelInterface, Op
 from tileops.lib.watching import watched
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -75,12 +75,24 @@ class MulFwdOp(Op):
         return torch.mul(input, other)
 
 
+def _but_truncated_halves(call: CallSpec) -> str | None:
+    """Why ATen serves all else: Inductor's floor is of the quotient as it was rounded."""
+    halves = call.spec("input").dtype in _HALVES
+    if call.params.rounding_mode == "trunc" and halves:
+        return None
+    return "ATen's one kernel serves all but truncated quotients of halves"
+
+
 class DivFwdOp(Op):
     """``input / other``; with ``rounding_mode`` ``"trunc"`` its integer part, with ``"floor"`` as
     ``FloorDivideFwdOp``. API: ``torch.div``.
     """
 
-    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+    kernel = KernelInterface(
+        compiled_from=1 << 17,
+        compiled_unless=_but_truncated_halves,
+        cuda=("pointwise:Pointwise",),
+    )
 
     @staticmethod
     def decomposition(

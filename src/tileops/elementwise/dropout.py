@@ -56,7 +56,9 @@ class DropoutFwdOp(Op):
     API: ``torch.nn.functional.dropout``.
     """
 
-    kernel = KernelInterface(cuda=("dropout:Dropout",), cpu=("dropout_cpu:Dropout",))
+    kernel = KernelInterface(
+        cuda=("dropout:Dropout",), cpu=("dropout_cpu:Dropout", "dropout_cpu:CompiledDropout")
+    )
     random = True
     p: float
     training: bool

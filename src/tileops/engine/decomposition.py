@@ -18,6 +18,7 @@ import torch
 
 from tileops.engine.compiled import Compiled
 from tileops.engine.kernel import CallSpec, Entry, Kernel
+from tileops.engine.one_call import noted
 from tileops.engine.signature.source import compile_source
 
 __all__ = ["decomposition_kernels"]
@@ -134,9 +135,13 @@ def _owning(run: Callable[..., Any], count: int) -> Callable[..., Any]:
 
 @cache
 def decomposition_kernels(
-    function: Callable[..., Any], compiled_from: int | None, has_out: bool, is_input: str
+    function: Callable[..., Any],
+    compiled_from: int | None,
+    has_out: bool,
+    is_input: str,
+    unless: Callable[[CallSpec], str | None] | None = None,
 ) -> tuple[type[Kernel], type[Kernel]]:
-    """(plain, Inductor) for one op class."""
+    """(plain, Inductor) for one op class; ``unless`` is ``KernelInterface.compiled_unless``."""
 
     class Decomposition(Kernel):
         """The decomposition through ATen: any device, any call."""
@@ -151,7 +156,8 @@ def decomposition_kernels(
             identity = ("decomposition", function, call.key, call.device.type)
 
             def bind(_: Any, call: CallSpec) -> Any:
-                return _owning(_plain(function, call, has_out, is_input), len(call.outputs))
+                run = _plain(function, call, has_out, is_input)
+                return _owning(run if call.written else noted(run), len(call.outputs))
 
             return Entry(identity, lambda: function, bind)
 
@@ -169,7 +175,7 @@ def decomposition_kernels(
             largest = max((spec.numel for spec in specs if spec is not None), default=0)
             if largest < compiled_from:
                 return f"compiling pays from {compiled_from} elements on, here {largest}"
-            return None
+            return unless(call) if unless is not None else None
 
         @classmethod
         def entry_for(cls, call: CallSpec) -> Entry:

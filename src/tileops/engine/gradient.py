@@ -111,7 +111,9 @@ def _derived(cls: Any) -> Gradient | None:
     if found is None:
         return None
     entry, wiring = found
-    pays = cls.kernel.compiled_from if cls.kernel is not None else None
+    # What makes some calls of the forward exceptions says nothing of their gradients.
+    plain = cls.kernel is None or cls.kernel.compiled_unless is not None
+    pays = None if plain else cls.kernel.compiled_from
     body = {
         "__module__": cls.__module__,
         "__doc__": f"The gradient of ``{cls.__name__}``: the vector-Jacobian product of its "

@@ -151,6 +151,8 @@ class Kernel:
     """Stands behind every specialised kernel; at most one for a slot and device type."""
     last_resort: ClassVar[bool] = False
     """Stands behind the general kernel too: the decomposition."""
+    compiles: ClassVar[bool] = False
+    """Made by Inductor on the CPU: not where ``TILEOPS_CPU_KERNEL`` says ``plain``."""
 
     @classmethod
     def refuses(cls, call: CallSpec) -> str | None:
@@ -196,3 +198,5 @@ class KernelInterface:
     """Elements of the largest tensor from which the decomposition compiled by Inductor beats it run
     through ATen on the CPU, as ``benchmarks/cpu_kernels.py`` measures; None where it never does by what
     a second of compiling is worth."""
+    compiled_unless: Callable[[CallSpec], str | None] | None = None
+    """Why compiled code is slower for a call of that size, or None where it is not."""

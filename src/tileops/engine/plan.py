@@ -194,11 +194,14 @@ def in_tree_kernels(cls: Any, device_type: str) -> list[type[Kernel]]:
     entry = cls.entry
     if cls.decomposition is not None:
         wanted = settings().cpu_kernel
+        if wanted == "plain":
+            kernels = [kernel for kernel in kernels if not kernel.compiles]
         pays = interface.compiled_from if interface is not None else None
+        unless = interface.compiled_unless if interface is not None else None
         if wanted == "inductor" and entry.kind != "template":
-            pays = 0
+            pays, unless = 0, None
         plain, inductor = decomposition_kernels(
-            cls.decomposition, pays, entry.has_out, _is_input(entry)
+            cls.decomposition, pays, entry.has_out, _is_input(entry), unless
         )
         beatable = all(kernel.general for kernel in kernels)
         if device_type == "cpu" and beatable and wanted != "plain" and entry.inputs:

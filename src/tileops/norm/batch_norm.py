@@ -7,6 +7,7 @@ import math
 import torch
 
 from tileops.authoring import KernelInterface, Op
+from tileops.norm.normal import by_statistics
 
 
 class BatchNormFwdOp(Op):
@@ -20,7 +21,9 @@ class BatchNormFwdOp(Op):
     ``torch.nn.functional.batch_norm``.
     """
 
-    kernel = KernelInterface(cuda=("channels:HeldChannels", "channels:SplitChannels"))
+    kernel = KernelInterface(
+        compiled_from=1 << 17, cuda=("channels:HeldChannels", "channels:SplitChannels")
+    )
 
     @staticmethod
     def decomposition(
@@ -34,23 +37,16 @@ class BatchNormFwdOp(Op):
         momentum: float,
         eps: float,
     ) -> tuple[torch.Tensor | None, ...]:
-        values = input.float()
-        channel = [1, -1] + [1] * (input.ndim - 2)
         mean, var = running_mean, running_var
         if training:
             dims = [0, *range(2, input.ndim)]
-            var, mean = torch.var_mean(values, dims, correction=0)
+            var, mean = torch.var_mean(input.float(), dims, correction=0)
         assert mean is not None
         assert var is not None
-        invstd = torch.rsqrt(var + eps)
-        result = (values - mean.view(channel)) * invstd.view(channel)
-        if weight is not None:
-            result = result * weight.view(channel)
-        if bias is not None:
-            result = result + bias.view(channel)
-        output = result.to(input.dtype)
+        output = by_statistics(input, mean, var, weight, bias, eps)
         if not training:
             return output, None, None
+        invstd = torch.rsqrt(var + eps)
         if running_mean is None or running_var is None:
             return output, mean, invstd
         count = input.numel() // input.shape[1] if input.shape[1] else 2

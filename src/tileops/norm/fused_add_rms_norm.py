@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tileops.authoring import KernelInterface, Op
+from tileops.norm.normal import mean_of_squares
 from tileops.norm.rms_norm_backward import rms_norm_gradients
 
 
@@ -33,7 +34,7 @@ class FusedAddRMSNormFwdOp(Op):
         wide = torch.promote_types(input.dtype, torch.float32)
         total = input + residual
         values = total.to(wide)
-        scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+        scale = torch.rsqrt(mean_of_squares(values) + eps)
         return (values * scale * weight.to(wide)).to(input.dtype), total
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tileops.authoring import KernelInterface, Op
+from tileops.norm.normal import mean_of_squares
 
 
 class FusedAddRMSNormPerTokenQuantFwdOp(Op):
@@ -32,7 +33,7 @@ class FusedAddRMSNormPerTokenQuantFwdOp(Op):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         total = input + residual
         values = total.float()
-        values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+        values = values * torch.rsqrt(mean_of_squares(values) + eps)
         values = values * weight.float()
         largest = values.abs().amax(-1, keepdim=True)
         if quant_dtype is torch.int8:

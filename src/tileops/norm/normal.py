@@ -1,10 +1,48 @@
-"""Layer and group normalisation as the decompositions of several ops have them."""
+"""What the decompositions of several ops have in common."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 
 from tileops.lib.watching import has_tangent, recorded, watched
+
+_CHUNK, _PART = 4096, 256
+"""Inductor's sum of more than ``_CHUNK`` float32 numbers on the CPU goes through memory at every step,
+which takes three times as long; one of parts of any size up to that does not."""
+
+
+def mean_of_squares(values: torch.Tensor, dims: int = 1) -> torch.Tensor:
+    """Over the last ``dims`` dims, which stay as 1."""
+    squares, count = values.square(), math.prod(values.shape[-dims:])
+    if values.device.type != "cpu" or count <= _CHUNK or count % _PART:
+        return squares.mean(tuple(range(-dims, 0)), keepdim=True)
+    parts = squares.reshape(*values.shape[:-dims], *[1] * (dims - 1), count // _PART, _PART)
+    return parts.sum(-1).sum(-1, keepdim=True) / count
+
+
+def by_statistics(
+    input: torch.Tensor,
+    mean: torch.Tensor,
+    var: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    """``(input - mean) / sqrt(var + eps) * weight + bias``, where all but ``input`` are of its channels."""
+    wide = torch.promote_types(input.dtype, torch.float32)
+    scale = torch.rsqrt(var.to(wide) + eps)
+    if weight is not None:
+        scale = scale * weight.to(wide)
+    if torch.compiler.is_dynamo_compiling() and input.device.type == "cpu":
+        # In memory of its own: Inductor would else take the root again for every vector of elements.
+        scale = scale.as_strided(scale.shape, (1,))
+    channel = [1, -1] + [1] * (input.ndim - 2)
+    result = (input.to(wide) - mean.to(wide).view(channel)) * scale.view(channel)
+    if bias is not None:
+        result = result + bias.to(wide).view(channel)
+    return result.to(input.dtype)
 
 
 def _widened(

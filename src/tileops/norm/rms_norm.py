@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tileops.authoring import KernelInterface, Op
+from tileops.norm.normal import mean_of_squares
 
 
 class RMSNormFwdOp(Op):
@@ -30,9 +31,8 @@ class RMSNormFwdOp(Op):
         eps: float | None,
     ) -> torch.Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
-        dims = tuple(range(-len(normalized_shape), 0))
         values = x.to(wide)
-        scale = values.square().mean(dims, keepdim=True)
+        scale = mean_of_squares(values, len(normalized_shape))
         result = values * torch.rsqrt(scale + (torch.finfo(wide).eps if eps is None else eps))
         if weight is not None:
             result = result * weight.to(wide)

@@ -7,6 +7,7 @@ import math
 import torch
 
 from tileops.authoring import KernelInterface, Op
+from tileops.norm.normal import mean_of_squares
 
 __all__ = ["RMSNormBwdOp", "rms_norm_gradients"]
 
@@ -21,7 +22,7 @@ def rms_norm_gradients(
     """The gradients of ``values`` and of the weight, all in the dtype of ``values``."""
     dims = tuple(range(-normal_dims, 0))
     least = torch.finfo(values.dtype).eps if eps is None else eps
-    scale = torch.rsqrt(values.square().mean(dims, keepdim=True) + least)
+    scale = torch.rsqrt(mean_of_squares(values, normal_dims) + least)
     normal = values * scale
     scaled = grads if weight is None else grads * weight.to(values.dtype)
     grad_values = (scaled - normal * (scaled * normal).mean(dims, keepdim=True)) * scale

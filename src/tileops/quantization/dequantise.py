@@ -11,7 +11,7 @@ from tileops.quantization.int8 import GROUP
 class INT8DequantPerTensorFwdOp(Op):
     """``q``: int8 ``[*S]``; ``scale``: float32 ``[1]``; ``x = q * scale``: ``out_dtype`` ``[*S]``."""
 
-    kernel = KernelInterface(compiled_from=1 << 20, cuda=("dequantise:Dequantise",))
+    kernel = KernelInterface(compiled_from=1 << 17, cuda=("dequantise:Dequantise",))
 
     @staticmethod
     def decomposition(
@@ -24,7 +24,7 @@ class INT8DequantPerChannelFwdOp(Op):
     """``q``: int8 ``[*B, K]``; ``scale``: float32 ``[*B]``, one for each row; ``x``: ``out_dtype``
     ``[*B, K]``."""
 
-    kernel = KernelInterface(compiled_from=1 << 20, cuda=("dequantise:Dequantise",))
+    kernel = KernelInterface(compiled_from=1 << 17, cuda=("dequantise:Dequantise",))
 
     @staticmethod
     def decomposition(
@@ -37,7 +37,7 @@ class INT8DequantPerBlockFwdOp(Op):
     """``q``: int8 ``[*B, K]``; ``scale``: float32 ``[*B, ceil(K / 128)]``, one for each 128 neighbours of
     a row; ``x``: ``out_dtype`` ``[*B, K]``."""
 
-    kernel = KernelInterface(compiled_from=1 << 20, cuda=("dequantise:Dequantise",))
+    kernel = KernelInterface(compiled_from=1 << 17, cuda=("dequantise:Dequantise",))
 
     @staticmethod
     def decomposition(

@@ -20,7 +20,7 @@ class FP8QuantPerTokenGroupFwdOp(Op):
     that are no powers of two.
     """
 
-    kernel = KernelInterface(compiled_from=1 << 20, cuda=("rows:HeldRows", "parts:LongRows"))
+    kernel = KernelInterface(compiled_from=1 << 17, cuda=("rows:HeldRows", "parts:LongRows"))
 
     @staticmethod
     def decomposition(x: torch.Tensor, *, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,7 +35,7 @@ class FP8QuantPerBlockFwdOp(Op):
     API: ``vllm.utils.deep_gemm.per_block_cast_to_fp8`` with scales that are no powers of two.
     """
 
-    kernel = KernelInterface(compiled_from=1 << 20, cuda=("blocks:Blocks",))
+    kernel = KernelInterface(compiled_from=1 << 17, cuda=("blocks:Blocks",))
 
     @staticmethod
     def decomposition(w: torch.Tensor, *, eps: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,12 +10,25 @@ from collections.abc import Callable
 
 import torch
 
-from tileops.authoring import KernelInterface, Op
+from tileops.authoring import CallSpec, KernelInterface, Op
 
 Axes = tuple[int, ...] | None
 
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def not_halves(call: CallSpec) -> str | None:
+    """Why ATen's kernel serves. It widens halves one by one; of float32 it keeps many sums at once, where
+    Inductor keeps one."""
+    dtype = next(spec.dtype for spec in call.inputs.values() if spec is not None)
+    return None if dtype in _HALVES else f"ATen's kernel is faster for {str(dtype)[6:]}"
+
+
 _REDUCE = KernelInterface(cuda=("reduce:Reduce",))
 _COMPILED = KernelInterface(compiled_from=1 << 17, cuda=_REDUCE.cuda)
+_HALVES_COMPILED = KernelInterface(
+    compiled_from=1 << 17, compiled_unless=not_halves, cuda=_REDUCE.cuda
+)
 
 
 def _every(x: torch.Tensor, dim: Axes) -> tuple[int, ...]:
@@ -24,7 +37,7 @@ def _every(x: torch.Tensor, dim: Axes) -> tuple[int, ...]:
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return x.float() if x.dtype in _HALVES else x
 
 
 def _truth(
@@ -37,7 +50,7 @@ def _truth(
 class SumFwdOp(Op):
     """Sum of ``input`` ``[*S]`` along ``dim``; cast to ``dtype`` first where given."""
 
-    kernel = _REDUCE
+    kernel = _HALVES_COMPILED
 
     @staticmethod
     def decomposition(
@@ -49,15 +62,14 @@ class SumFwdOp(Op):
 class MeanFwdOp(Op):
     """Mean of ``input`` ``[*S]`` along ``dim``, NaN for none; cast to ``dtype`` first where given."""
 
-    kernel = _REDUCE
+    kernel = _HALVES_COMPILED
 
     @staticmethod
     def decomposition(
         input: torch.Tensor, *, dim: Axes, keepdim: bool, dtype: torch.dtype | None
     ) -> torch.Tensor:
         # For a half result ATen's kernel for the CPU does not cast first, as that for CUDA does.
-        halves = dtype in (torch.float16, torch.bfloat16)
-        values = input.to(dtype) if halves else input
+        values = input.to(dtype) if dtype in _HALVES else input
         return torch.mean(values, _every(input, dim), keepdim, dtype=dtype)
 
 
@@ -110,7 +122,7 @@ class VarFwdOp(Op):
     """Variance of ``input`` ``[*S]`` along ``dim``: squares away from the mean, summed, over
     ``max(n - correction, 0)``. ``correction=None`` is 1."""
 
-    kernel = _REDUCE
+    kernel = _COMPILED
 
     @staticmethod
     def decomposition(
@@ -122,7 +134,7 @@ class VarFwdOp(Op):
 class StdFwdOp(Op):
     """Root of ``VarFwdOp``."""
 
-    kernel = _REDUCE
+    kernel = _COMPILED
 
     @staticmethod
     def decomposition(
@@ -135,7 +147,7 @@ class VarMeanFwdOp(Op):
     """``VarFwdOp`` and ``MeanFwdOp`` in one reading. The mean of what holds an infinity is
     ``torch.mean``'s, where ``torch.var_mean`` gives NaN or infinity as its order of work has it."""
 
-    kernel = _REDUCE
+    kernel = _COMPILED
 
     @staticmethod
     def decomposition(
@@ -150,7 +162,7 @@ class VectorNormFwdOp(Op):
     """``sum(abs(x) ** ord) ** (1 / ord)`` of ``x`` ``[*S]`` along ``dim``; cast to ``dtype`` first.
     ``ord`` 0 counts what is not zero; ``inf`` and ``-inf`` are the extremes of ``abs(x)``."""
 
-    kernel = _REDUCE
+    kernel = _HALVES_COMPILED
 
     @staticmethod
     def decomposition(
@@ -209,4 +221,6 @@ class CountNonzeroFwdOp(Op):
 
     @staticmethod
     def decomposition(input: torch.Tensor, *, dim: Axes) -> torch.Tensor:
-        return torch.count_nonzero(input, _every(input, dim))
+        # Of all axes, given one by one, ATen makes a tensor of bools and sums it.
+        every = not dim or len(dim) == input.ndim
+        return torch.count_nonzero(input, None if every else dim)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tileops.authoring import KernelInterface, Op
+from tileops.reduction.reduce import not_halves
 
 _SOFTMAX = KernelInterface(
     cuda=(
@@ -18,7 +19,9 @@ _SOFTMAX = KernelInterface(
         "softmax:ColumnSoftmax",
     )
 )
-_COMPILED = KernelInterface(compiled_from=1 << 17, cuda=_SOFTMAX.cuda)
+_HALVES_COMPILED = KernelInterface(
+    compiled_from=1 << 17, compiled_unless=not_halves, cuda=_SOFTMAX.cuda
+)
 
 
 def _axis(dim: int | None, rank: int) -> int:
@@ -87,7 +90,7 @@ class LogSoftmaxFwdOp(Op):
     (float64 for float64).
     """
 
-    kernel = _COMPILED
+    kernel = _HALVES_COMPILED
     batched = _from_the_end
 
     @staticmethod

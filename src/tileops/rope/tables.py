@@ -8,7 +8,7 @@ import torch
 from tileops.authoring import KernelInterface, Op
 from tileops.rope import rotation
 
-_KERNEL = KernelInterface(compiled_from=1 << 20, cuda=("rotate_by_tables:RotateByTables",))
+_KERNEL = KernelInterface(compiled_from=1 << 17, cuda=("rotate_by_tables:RotateByTables",))
 
 
 class RoPETablesFwdOp(Op):
