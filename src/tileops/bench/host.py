@@ -268,8 +268,8 @@ def _trained(device: str) -> dict[str, Work]:
         return [one.clone().requires_grad_() for one in made]
 
     def attend(*heads: torch.Tensor) -> torch.Tensor:
-        rows = (tensor.transpose(1, 2) for tensor in heads)
-        return F.scaled_dot_product_attention(*rows).transpose(1, 2)
+        q, k, v = (tensor.transpose(1, 2) for tensor in heads)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
     x, weight, heads = leaves(4, 64), leaves(64), leaves(1, 64, 8, 64, count=3)
     ways: dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor]]] = {
