@@ -157,7 +157,7 @@ def _vjp(decomposition: Callable[..., Any], entry: Entry, wiring: Wiring) -> Cal
         return results[0] if len(results) == 1 else results
 
     def gradient(*args: Any, **params: Any) -> Any:
-        if torch.compiler.is_compiling() or not direct():
+        if torch.compiler.is_compiling() or not _alone(args):
             return vjp(_pull, args, params)
         # As lib/pulling.py: autograd goes on below its dispatch key, and in inference mode, of whose
         # tensors it saves copies alone.
@@ -166,6 +166,12 @@ def _vjp(decomposition: Callable[..., Any], entry: Entry, wiring: Wiring) -> Cal
             return vjp(_pull_alone, tuple(plain), params)
 
     return gradient
+
+
+def _alone(tensors: tuple[torch.Tensor | None, ...]) -> bool:
+    """Whether nothing watches, nor differentiates what is done with ``tensors``."""
+    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return direct() and not recorded
 
 
 def _pull_alone(

@@ -72,14 +72,11 @@ def qk_norm_rope(
         place = R + tl.arange(0, REST)[None, :] + tl.arange(0, TILE)[:, None] * 0
         there = (place < D) & (head < HEADS)
         rest = tl.load(row + place, mask=there, other=0.0).to(tl.float32)
-    # A position outside is the caller's mistake; it must not become a read of foreign memory. As a branch,
-    # so that angles are asked for before heads are waited for: as a mask, the compiler does it after.
-    cosines = tl.zeros([TILE, HALF], tl.float32)
-    sines = tl.zeros([TILE, HALF], tl.float32)
-    if (position >= 0) & (position < capacity):
-        angles = cache + position * R + half
-        cosines = tl.load(angles, mask=inside, other=0.0).to(tl.float32)
-        sines = tl.load(angles + R // 2, mask=inside, other=0.0).to(tl.float32)
+    # A position outside is the caller's mistake; it must not become a read of foreign memory.
+    known = inside & (position >= 0) & (position < capacity)
+    angles = cache + position * R + half
+    cosines = tl.load(angles, mask=known, other=0.0).to(tl.float32)
+    sines = tl.load(angles + R // 2, mask=known, other=0.0).to(tl.float32)
 
     squares = tl.sum(first * first + second * second, axis=1)
     if REST:
