@@ -5,8 +5,9 @@
 
 ``torch`` is the entry's ``reference`` where that can be called, else the op's definition run through ATen.
 With ``--compile`` also: ``inductor``, the definition as a node compiles it (which decides an op's
-``compiled_from``), and ``compiled op`` and ``compiled torch``, both inside ``torch.compile``. At the end of
-a line stands the op's time over torch's, which should be at most 1.05, and the same compiled.
+``compiled_from``), and ``compiled op`` and ``compiled torch``, both inside ``torch.compile`` as functions
+of the call's tensors, numbers being literals. At the end of a line stands the op's time over torch's, which
+should be at most 1.05, and the same compiled.
 
 One thread; the processor time of this process, so that others on the machine count little; contenders take
 turns, and a row is the median of ``--rounds`` samples of a few milliseconds.
@@ -24,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,17 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-from benchmarks.families import chosen, definition, of_case, reference  # noqa: E402
+from benchmarks.families import chosen, definition, of_case, reference, reference_function  # noqa: E402
 from tileops.engine.decomposition import decomposition_kernels  # noqa: E402
 from tileops.engine.manifest.catalog import families  # noqa: E402
 from tileops.engine.manifest.entry import Workload  # noqa: E402
+from tileops.engine.signature.source import compile_source  # noqa: E402
 from tileops.engine.workloads import WorkloadCall, workload_inputs  # noqa: E402
 
 SAMPLE_S = 4e-3
 LIMIT = 1.05
+WITHOUT = ("seed",)
+"""Parameters that torch's own functions do not take."""
 Work = Callable[[], Any]
 
 
@@ -68,21 +72,43 @@ def compiled_node(call: WorkloadCall) -> Work:
     return functools.partial(run.trusted, *inputs)
 
 
-def contenders(call: WorkloadCall, compiled: bool) -> dict[str, Work]:
-    plain = reference(call, without=("seed",))
+def compiled(function: Work, inputs: Mapping[str, Any], *given: str, **params: Any) -> Work:
+    """A call of ``function`` inside ``torch.compile``; ``given``: its arguments, over ``inputs``."""
+    constants = {f"_{name}": value for name, value in params.items()}
+    literal = {
+        n: repr(v) for n, v in constants.items() if type(v) in (bool, int, float, type(None))
+    }
+    given = (*given, *(f"{name}={literal.get(f'_{name}', f'_{name}')}" for name in params))
+    source = f"def traced({', '.join(inputs)}):\n    return function({', '.join(given)})\n"
+    traced = compile_source(source, f"traced/{id(inputs)}.py", {"function": function, **constants})
+    return functools.partial(torch.compile(traced["traced"]), *inputs.values())
+
+
+def contenders(call: WorkloadCall, also_compiled: bool) -> dict[str, Work]:
+    plain = reference(call, without=WITHOUT)
     if plain is not None:
         try:
             plain(call)
         except (TypeError, RuntimeError, ValueError):  # it names or orders its arguments otherwise
             plain = None
-    torchs = functools.partial(plain or definition, call)
-    op = functools.partial(call.op, *call.args, **call.kwargs)
-    works: dict[str, Work] = {"tileops": op, "torch": torchs}
-    if compiled:
+    op, inputs = call.op, call.inputs
+    works: dict[str, Work] = {
+        "tileops": functools.partial(op, *call.args, **call.kwargs),
+        "torch": functools.partial(plain or definition, call),
+    }
+    if also_compiled:
         torch._dynamo.reset()
         works["inductor"] = compiled_node(call)
-        works["compiled op"] = torch.compile(op, fullgraph=True)
-        works["compiled torch"] = torch.compile(torchs)
+        named = [f"{name}={name}" if name in call.kwargs else name for name in inputs]
+        works["compiled op"] = compiled(op, inputs, *named)
+        if plain is None:
+            torchs = compiled(type(op).decomposition, inputs, *inputs, **op._params)
+        else:
+            params = {name: value for name, value in op._params.items() if name not in WITHOUT}
+            last = max(n for n, value in enumerate(inputs.values()) if value is not None)
+            function = reference_function(call)
+            torchs = compiled(function, inputs, *list(inputs)[: last + 1], **params)
+        works["compiled torch"] = torchs
     return works
 
 
