@@ -72,43 +72,43 @@ def compiled_node(call: WorkloadCall) -> Work:
     return functools.partial(run.trusted, *inputs)
 
 
-def compiled(function: Work, inputs: Mapping[str, Any], *given: str, **params: Any) -> Work:
+def inside_compile(function: Work, inputs: Mapping[str, Any], *given: str, **params: Any) -> Work:
     """A call of ``function`` inside ``torch.compile``; ``given``: its arguments, over ``inputs``."""
     constants = {f"_{name}": value for name, value in params.items()}
-    literal = {
-        n: repr(v) for n, v in constants.items() if type(v) in (bool, int, float, type(None))
-    }
+    simple = (bool, int, float, type(None))
+    literal = {n: repr(v) for n, v in constants.items() if type(v) in simple}
     given = (*given, *(f"{name}={literal.get(f'_{name}', f'_{name}')}" for name in params))
     source = f"def traced({', '.join(inputs)}):\n    return function({', '.join(given)})\n"
     traced = compile_source(source, f"traced/{id(inputs)}.py", {"function": function, **constants})
     return functools.partial(torch.compile(traced["traced"]), *inputs.values())
 
 
-def contenders(call: WorkloadCall, also_compiled: bool) -> dict[str, Work]:
+def compiled_plain(call: WorkloadCall, by_reference: bool) -> Work:
+    """The plain expression inside ``torch.compile``."""
+    params, names = call.op._params, list(call.inputs)
+    if not by_reference:
+        return inside_compile(type(call.op).decomposition, call.inputs, *names, **params)
+    last = max(n for n, value in enumerate(call.inputs.values()) if value is not None)
+    taken = {name: value for name, value in params.items() if name not in WITHOUT}
+    return inside_compile(reference_function(call), call.inputs, *names[: last + 1], **taken)
+
+
+def contenders(call: WorkloadCall, compiled: bool) -> dict[str, Work]:
     plain = reference(call, without=WITHOUT)
     if plain is not None:
         try:
             plain(call)
         except (TypeError, RuntimeError, ValueError):  # it names or orders its arguments otherwise
             plain = None
-    op, inputs = call.op, call.inputs
-    works: dict[str, Work] = {
-        "tileops": functools.partial(op, *call.args, **call.kwargs),
-        "torch": functools.partial(plain or definition, call),
-    }
-    if also_compiled:
+    torchs = functools.partial(plain or definition, call)
+    op = functools.partial(call.op, *call.args, **call.kwargs)
+    works: dict[str, Work] = {"tileops": op, "torch": torchs}
+    if compiled:
         torch._dynamo.reset()
         works["inductor"] = compiled_node(call)
-        named = [f"{name}={name}" if name in call.kwargs else name for name in inputs]
-        works["compiled op"] = compiled(op, inputs, *named)
-        if plain is None:
-            torchs = compiled(type(op).decomposition, inputs, *inputs, **op._params)
-        else:
-            params = {name: value for name, value in op._params.items() if name not in WITHOUT}
-            last = max(n for n, value in enumerate(inputs.values()) if value is not None)
-            function = reference_function(call)
-            torchs = compiled(function, inputs, *list(inputs)[: last + 1], **params)
-        works["compiled torch"] = torchs
+        named = [f"{name}={name}" if name in call.kwargs else name for name in call.inputs]
+        works["compiled op"] = inside_compile(call.op, call.inputs, *named)
+        works["compiled torch"] = compiled_plain(call, plain is not None)
     return works
 
 
