@@ -350,6 +350,16 @@ def test_two_programs_share_a_multiprocessor():
         assert assert_fits(build, (9, 0)).registers <= 128
 
 
+@pytest.mark.parametrize(("length", "tile"), [(8, 512), (128, 32), (1024, 4), (1000, 2), (2048, 1)])
+def test_four_programs_that_only_add_up_share_a_multiprocessor(length, tile):
+    """They hold twice the rows where there is room for as many programs as before."""
+    wants = {"wants_x": False}
+    call = spec_call(RMSNormBwdOp, 9, length, torch.bfloat16, wants=wants, arch=(9, 0))
+    (build, _) = builds(call)
+    assert dict(build.constexprs)["TILE"] == tile
+    assert assert_fits(build, (9, 0)).registers <= 128
+
+
 def test_accesses_are_16_bytes_wide():
     (build, _) = builds(spec_call(FusedAddRMSNormBwdOp, 2048, 4096, torch.bfloat16))
     accesses = re.findall(r"\b(?:LDG|STG)\.[.\w]+", sass(build, (9, 0)))

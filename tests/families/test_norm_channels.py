@@ -223,3 +223,19 @@ def test_fits_everywhere(kind):
     for arch in ARCHITECTURES:
         for shape in ((32, 64), (32, 64, 56, 56), (5000, 40)):
             fits(kind, shape, arch)
+
+
+@pytest.mark.parametrize(
+    "shape", [(8, 64, 56, 56), (32, 64, 56, 56), (128, 256, 28, 28), (3, 7, 9999)]
+)
+def test_few_threads_are_idle(shape):
+    """Where instances are few as well as where their places are no power of two."""
+    op, inputs = backward((2, 2, *(1 for _ in shape[2:])), torch.bfloat16)
+    call = call_for(op, specs(op, inputs, shape, torch.bfloat16))
+    from tileops.norm.kernels.channels import Channels
+
+    channels = Channels.of(call)
+    tile = channels.split_tile
+    beside = tile.elements // tile.places
+    held = -(-channels.spatial // tile.places) * -(-shape[0] // beside) * tile.elements
+    assert channels.count <= held <= 1.35 * channels.count, tile

@@ -16,10 +16,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from tileops.attention import GQADenseFwdOp, PagedKVCacheWriteFwdOp
 from tileops.backend import register_kernel_builder
 from tileops.bench import cuda_calls
+from tileops.elementwise import SiLUFwdOp
 from tileops.engine.boundary.gate import direct
 from tileops.norm import RMSNormFwdOp
 from tileops.rope import RoPENeoxPositionIdsFwdOp
@@ -41,11 +43,13 @@ def measure_host(rounds: int, calls: int, *, cuda: bool, commit: str = "") -> di
         tables["cpu: op layer"] = _turns(_layers("cpu"), rounds, calls)
         tables["cpu: stages"] = _turns(_stages("cpu"), rounds, calls)
         tables["cpu: under torch.compile"] = _turns(_compiled("cpu"), rounds, calls)
+        tables["cpu: forward and backward"] = _turns(_trained("cpu"), rounds, min(calls, 300))
         tables["cpu: growing"] = _growing("cpu", rounds, min(calls, 300))
         if cuda:
             tables["cuda: one call"] = _turns(cuda_calls.ways(*_tensors("cuda")), rounds, calls)
             tables["cuda: stages"] = _turns(_stages("cuda"), rounds, calls)
             tables["cuda: under torch.compile"] = _turns(_compiled("cuda"), rounds, calls)
+            tables["cuda: forward and backward"] = _turns(_trained("cuda"), rounds, min(calls, 300))
             tables["cuda: growing"] = _growing("cuda", rounds, min(calls, 300))
     return {
         "what": "host time of a call, ns",
@@ -250,6 +254,38 @@ def _stages(device: str) -> dict[str, Work]:
         )
     stages["the whole call"] = lambda: op(x, weight)
     return stages
+
+
+# ---- a gradient --------------------------------------------------------------------------------------
+
+
+def _trained(device: str) -> dict[str, Work]:
+    """Forward and backward of small tensors, where the host is what takes time."""
+    dtype = torch.float16 if device == "cuda" else torch.float32
+
+    def leaves(*shape: int, count: int = 1) -> list[torch.Tensor]:
+        made = torch.randn(count, *shape, device=device, dtype=dtype)
+        return [one.clone().requires_grad_() for one in made]
+
+    def attend(*heads: torch.Tensor) -> torch.Tensor:
+        q, k, v = (tensor.transpose(1, 2) for tensor in heads)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+    x, weight, heads = leaves(4, 64), leaves(64), leaves(1, 64, 8, 64, count=3)
+    ways: dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor]]] = {
+        "SiLU": (SiLUFwdOp(), x),
+        "F.silu": (F.silu, x),
+        "RMSNorm": (RMSNormFwdOp(64, 1e-6), x + weight),
+        "F.rms_norm": (lambda x, weight: F.rms_norm(x, (64,), weight, 1e-6), x + weight),
+        "attention": (GQADenseFwdOp(), heads),
+        "F.scaled_dot_product_attention": (attend, heads),
+    }
+
+    def both(way: Callable[..., torch.Tensor], given: list[torch.Tensor]) -> Work:
+        grad = torch.ones_like(way(*given))
+        return lambda: torch.autograd.grad(way(*given), given, grad)
+
+    return {name: both(*work) for name, work in ways.items()}
 
 
 # ---- a sequence that grows ---------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tileops.engine import targets
-from tileops.engine.boundary.gate import as_at_the_top, within_a_level
+from tileops.engine.boundary.gate import as_at_the_top, direct, within_a_level
 from tileops.engine.boundary.instances import OpState
 from tileops.engine.errors import ManifestError
 from tileops.engine.kernel import KernelInterface
@@ -132,7 +132,7 @@ def _vjp(decomposition: Callable[..., Any], entry: Entry, wiring: Wiring) -> Cal
     places = [n for n, item in enumerate(entry.inputs) if item.name in wiring.inputs]
     names, wishes = wiring.params, wiring.wants
 
-    def vjp(*args: Any, **params: Any) -> Any:
+    def vjp(pull: Callable[..., Any], args: tuple[Any, ...], params: dict[str, Any]) -> Any:
         grads, inputs = args[:count], args[count:]
         own = {name: params[name] for name in names}
         wanted = [
@@ -151,12 +151,40 @@ def _vjp(decomposition: Callable[..., Any], entry: Entry, wiring: Wiring) -> Cal
             return tuple(results[outputs[n]] for n in given)
 
         primals = tuple(inputs[place] for place in wanted)
-        pulled = _pull(forward, primals, tuple(grads[n] for n in given))
+        pulled = pull(forward, primals, tuple(grads[n] for n in given))
         found = dict(zip(wanted, pulled, strict=True))
         results = tuple(found.get(place) for place in places)
         return results[0] if len(results) == 1 else results
 
-    return vjp
+    def gradient(*args: Any, **params: Any) -> Any:
+        if torch.compiler.is_compiling() or not _alone(args):
+            return vjp(_pull, args, params)
+        # As lib/pulling.py: autograd goes on below its dispatch key, and in inference mode, of whose
+        # tensors it saves copies alone.
+        with torch.inference_mode(False), torch.enable_grad():
+            plain = (t.clone() if t is not None and t.is_inference() else t for t in args)
+            return vjp(_pull_alone, tuple(plain), params)
+
+    return gradient
+
+
+def _alone(tensors: tuple[torch.Tensor | None, ...]) -> bool:
+    """Whether nothing watches, nor differentiates what is done with ``tensors``."""
+    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return direct() and not recorded
+
+
+def _pull_alone(
+    forward: Callable[..., Any], primals: tuple[Any, ...], grads: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """``_pull`` where nothing watches: a third of the time of ``torch.func.vjp``."""
+    leaves = [primal.detach().requires_grad_() for primal in primals]
+    pairs = zip(forward(*leaves), grads, strict=True)
+    results = [(result, grad) for result, grad in pairs if result.requires_grad]
+    if not results:
+        return tuple(map(torch.zeros_like, primals))
+    ends, given = zip(*results, strict=True)
+    return torch.autograd.grad(ends, leaves, given, allow_unused=True, materialize_grads=True)
 
 
 def _pull(

@@ -15,6 +15,7 @@ import torch
 
 from tileops.engine.boundary.autocast import give_autocast
 from tileops.engine.boundary.batching import give_batching
+from tileops.engine.boundary.branching import branching
 from tileops.engine.boundary.compiled_calls import dispatched, give_call, node_lines, write_calls
 from tileops.engine.boundary.dtensor import register_strategies
 from tileops.engine.boundary.function import differentiable
@@ -138,42 +139,6 @@ def _facts(entry: Entry, names: list[str]) -> str:
     return f"({', '.join(parts)})"
 
 
-def _branch_test(entry: Entry, branch: Branch) -> str:
-    """The condition under which a call takes ``branch``, over ``self`` and presence."""
-
-    def rename(name: str) -> str:
-        return f"self.{name}"
-
-    tests = []
-    for item in entry.inputs:
-        if item.mutated is not None and item.mutated.text != "True":
-            text = item.mutated.source(rename, lambda name: f"({name} is not None)")
-            tests.append(f"({text})" if item.name in branch.writes else f"not ({text})")
-    for output in entry.outputs:
-        if output.nullable is not None:
-            text = output.nullable.source(rename, lambda name: f"({name} is not None)")
-            tests.append(f"({text})" if output.name in branch.without else f"not ({text})")
-    if entry.has_out:
-        tests.append(f"out is {'not ' if branch.out else ''}None")
-    return " and ".join(dict.fromkeys(tests)) or "True"
-
-
-def _result(entry: Entry, branch: Branch) -> str:
-    """What a call of this branch gives its user, from the operator's result ``r``."""
-    returned = returned_of(entry, branch)
-    values = []
-    for index, output in enumerate(entry.outputs):
-        if index in returned:
-            values.append("r" if len(returned) == 1 else f"r[{returned.index(index)}]")
-        elif output.name in branch.without:
-            values.append("None")
-        else:
-            values.append("out" if output.buffer else str(output.is_input))
-    if not values:
-        return "None"
-    return values[0] if len(values) == 1 else f"({', '.join(values)})"
-
-
 def calls_source(entry: Entry, branches: tuple[Branch, ...], growing: bool) -> str:
     """Source of ``__call__``, ``_call_boundary`` and ``_run`` of one class."""
     parameters, names = _parameters(entry)
@@ -189,9 +154,11 @@ def calls_source(entry: Entry, branches: tuple[Branch, ...], growing: bool) -> s
         (f"({n} is None or type({n}) in _EXACT)" if n in optional else f"type({n}) in _EXACT")
         for n in buffers
     )
-    grads = " or ".join(
-        f"({n} is not None and {n}.requires_grad)" if n in optional else f"{n}.requires_grad"
-        for n in buffers
+    grads, nested = (
+        " or ".join(
+            f"({n} is not None and {n}.{fact})" if n in optional else f"{n}.{fact}" for n in buffers
+        )
+        for fact in ("requires_grad", "is_nested")
     )
     lines = [
         f"# Generated from {entry.family}/manifest.yaml, entry {entry.name}: its call paths.",
@@ -207,7 +174,8 @@ def calls_source(entry: Entry, branches: tuple[Branch, ...], growing: bool) -> s
             "        _shared = self._state",
             *(f"        {line}" for line in hot.all),
             f"    if {exact} and not _extra and not _unknown:",
-            f"        if _direct() and not (_grad_enabled() and ({grads})):",
+            "        if _direct():",
+            f"            if _grad_enabled() and ({grads}): return _graded(self, {passed})",
             f"            return _run(self._state, {passed})",
         ]
     lines.append(
@@ -234,19 +202,15 @@ def calls_source(entry: Entry, branches: tuple[Branch, ...], growing: bool) -> s
         "    except Exception as error: raise plan.blamed(error)",
         "",
         f"def _call_boundary(self, {_boundary_parameters(entry)}):",
+        *(f"    {line}" for line in _presence(entry)),
+        *branching(entry, names, "_op"),
+        "",
+        # Where the dispatcher would go, without it; nested tensors have another kernel there.
+        f"def _graded(self, {passed}):",
+        f"    if {nested}: _refuse_without_storage(_cls, {_mapping(buffers)})",
+        *(f"    {line}" for line in _presence(entry)),
+        *branching(entry, names, "_autograd"),
     ]
-    lines += [f"    {line}" for line in _presence(entry)]
-    for index, branch in enumerate(branches):
-        arguments = ", ".join([*names, *(["out"] if branch.out else []), "self._instance_key"])
-        lines += [
-            f"    if {_branch_test(entry, branch)}:",
-            f"        {'r = ' if returned_of(entry, branch) else ''}_op_{index}({arguments})",
-            f"        return {_result(entry, branch)}",
-        ]
-    if entry.outputs and all(output.nullable is not None for output in entry.outputs):
-        given = ", ".join([*names, "out" if entry.has_out else "None"])
-        lines.append(f"    _signature(self, {given})  # refuses a call that would have no effect")
-    lines.append("    raise AssertionError('no side-effect branch holds')")
     for index, branch in enumerate(branches):
         lines += ["", *_operator_source(entry, branch, index, names, hot)]
         inside = hot_lines(entry, names, growing, _give(entry, branch))
@@ -285,21 +249,23 @@ def _operator_source(
     written = [*branch.writes, *(["out"] if branch.out else [])]
     checked = passed if entry.has_out else f"{passed}, None"
     bump = [f"    _bump_version({n})" for n in written]
+    state = [
+        "    _ref = _live(instance_key)",
+        "    _shared = (_ref and _ref()) or _resolve(_cls, instance_key)",
+    ]
     shortcut = [
         f"    if {QUIET_BELOW}:",
-        "        _ref = _live(instance_key)",
-        "        _shared = (_ref and _ref()) or _resolve(_cls, instance_key)",
+        *(f"    {line}" for line in state),
         "        _hots = _shared.hots",  # nested tensors have an Autograd kernel of their own
         *(["        out = None"] if entry.has_out else []),
         *(f"        {line}" for line in (*hot.absent, *hot.run)),
     ]
     lines = [
         f"def _body_{index}({arguments}):",
+        *state,
         "    if _autocast():",  # what is cast is what the caller casts
-        "        with _without_autocast():",
-        f"            r = _run(_resolve(_cls, instance_key), {passed})",
-        "    else:",
-        f"        r = _run(_resolve(_cls, instance_key), {passed})",
+        f"        with _without_autocast(): r = _run(_shared, {passed})",
+        f"    else: r = _run(_shared, {passed})",
         give,
         "",
         f"def _fake_{index}({arguments}):",

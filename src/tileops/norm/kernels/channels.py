@@ -38,8 +38,9 @@ SPLITS = 64
 """Most programs to a channel."""
 RUN_BYTES = 128
 """Read of neighbouring places, at least, where an instance has as many."""
-TURNS = 2
-"""Tiles to a program of the second kernels, which each read all sums of their channels."""
+SECOND_WARPS = 2
+"""Of the second kernels, whose programs each add up all parts of their channels: with fewer warps less
+waits for that."""
 
 FORWARD = ("x", "running_mean", "running_var", "weight", "bias")
 BACKWARD = ("grad", "x", "save_mean", "save_invstd", "weight")
@@ -121,13 +122,16 @@ class Channels:
     def split_tile(self) -> ChannelTile:
         """A part of a channel, of as few places as leave the fewest threads idle."""
         adjacent = min(64, next_power_of_2(self.channels)) if self.spatial == 1 else 1
-        elements = TILE // adjacent
-        places = most = min(next_power_of_2(self.spatial), elements)
-        while most * self.x.dtype.itemsize > RUN_BYTES:
-            most //= 2
-            if cdiv(self.spatial, most) * most < cdiv(self.spatial, places) * places:
-                places = most
-        return ChannelTile(elements, places, adjacent)
+        elements, instances = TILE // adjacent, self.count // self.spatial
+        ways = [min(next_power_of_2(self.spatial), elements)]
+        while ways[-1] * self.x.dtype.itemsize > RUN_BYTES:
+            ways.append(ways[-1] // 2)
+
+        def held(places: int) -> int:
+            beside = elements // places
+            return cdiv(self.spatial, places) * places * cdiv(instances, beside) * beside
+
+        return ChannelTile(elements, min(ways, key=held), adjacent)
 
     @property
     def held(self) -> bool:
@@ -135,7 +139,12 @@ class Channels:
         return self.held_tile.size <= HELD
 
     def build(
-        self, fn: str, arguments: tuple[str, ...], tile: ChannelTile, **constants: Any
+        self,
+        fn: str,
+        arguments: tuple[str, ...],
+        tile: ChannelTile,
+        warps: int = 0,
+        **constants: Any,
     ) -> TritonBuild:
         """Compile ``fn``, whose run-time arguments are ``arguments``; absent tensors are None."""
         wide = self.x.numel >= 2**31
@@ -155,7 +164,7 @@ class Channels:
             f"{DEVICE}:{fn}",
             signature,
             tuple({**absent, **sizes, **switches, **constants}.items()),
-            num_warps=min(16, max(1, tile.size // 512)),
+            num_warps=warps or min(16, max(1, tile.size // 512)),
             num_stages=1,
             aligned=tuple(
                 n for n, _ in signature if n in ("x", "grad", "y", "grad_x") and self.aligned
@@ -168,14 +177,15 @@ class Channels:
         """Whether what is large begins at multiples of 16 bytes."""
         return all(s.aligned for n, s in self.given.items() if n in ("x", "grad"))
 
-    def grids(self, call: CallSpec, tile: ChannelTile, turns: int) -> tuple[int, int, int]:
+    def grids(self, call: CallSpec) -> tuple[int, int, int]:
         """Of split channels: blocks of channels; programs to one in the first kernel, and in the
         second."""
+        tile = self.split_tile
         of_channels = cdiv(self.channels, tile.adjacent)
         instances = cdiv(self.count // self.spatial, tile.elements // tile.places)
         tiles = instances * cdiv(self.spatial, tile.places)
         wanted = cdiv(8 * call.device.multiprocessors, of_channels)
-        return of_channels, max(1, min(SPLITS, wanted, tiles)), cdiv(tiles, turns)
+        return of_channels, max(1, min(SPLITS, wanted, tiles)), tiles
 
 
 def _bind_empty(_: None, call: CallSpec) -> Run:
@@ -269,21 +279,17 @@ class SplitChannels(_TwoReadings):
             return "the statistics of instances are those of rows"
         return super().refuses(call)
 
-    @staticmethod
-    def _turns(channels: Channels) -> int:
-        return TURNS if channels.trains else 1
-
     @classmethod
     def entry_for(cls, call: CallSpec) -> Entry:
         channels = Channels.of(call)
         if channels.x.numel == 0:
             return EMPTY
-        tile, constants = channels.split_tile, {"SPLITS": SPLITS, "TURNS": cls._turns(channels)}
+        tile = channels.split_tile
         arguments = (*FORWARD, "y", "save_mean", "save_invstd", "parts")
         scalars = ("count", "splits", "blocks", "eps", "momentum")
-        builds = [
-            channels.build("normalize_channels", (*arguments, *scalars), tile, **constants),
-        ]
+        second = (*arguments, *scalars)
+        warps = SECOND_WARPS if channels.trains else 0
+        builds = [channels.build("normalize_channels", second, tile, warps, SPLITS=SPLITS)]
         if channels.trains:
             sums = ("x", "parts", "count", "splits")
             builds.append(channels.build("channel_moments", sums, tile))
@@ -294,9 +300,7 @@ class SplitChannels(_TwoReadings):
     def _bind(cls, launchers: tuple[Launcher, ...], call: CallSpec) -> Run:
         channels = Channels.of(call)
         normalize, *first = (launcher.on(call.device.index) for launcher in launchers)
-        of_channels, splits, blocks = channels.grids(
-            call, channels.split_tile, cls._turns(channels)
-        )
+        of_channels, splits, blocks = channels.grids(call)
         count, numbers = channels.count, (float(call.params.eps), float(call.params.momentum))
         makers = [output_of(spec) for spec in channels.outputs if spec is not None]
         single, missing = len(channels.outputs) == 1, (None,) * channels.outputs.count(None)
@@ -359,11 +363,11 @@ class SplitChannelGradients(_TwoReadings):
         channels = Channels.of(call)
         if channels.x.numel == 0:
             return EMPTY
-        tile, constants = channels.split_tile, {"SPLITS": SPLITS, "TURNS": TURNS}
+        tile = channels.split_tile
         sums = (*BACKWARD[:4], "parts", "count", "splits")
         arguments = (*BACKWARD, *GRADIENTS, "parts", "count", "splits", "blocks")
         builds = [
-            channels.build("channel_gradients", arguments, tile, **constants),
+            channels.build("channel_gradients", arguments, tile, SECOND_WARPS, SPLITS=SPLITS),
             channels.build("channel_gradient_sums", sums, tile),
         ]
         identity = tuple(build.identity for build in builds)
@@ -373,7 +377,7 @@ class SplitChannelGradients(_TwoReadings):
     def _bind(cls, launchers: tuple[Launcher, ...], call: CallSpec) -> Run:
         channels = Channels.of(call)
         gradients, add_up = (launcher.on(call.device.index) for launcher in launchers)
-        of_channels, splits, blocks = channels.grids(call, channels.split_tile, TURNS)
+        of_channels, splits, blocks = channels.grids(call)
         makers = [output_of(spec) for spec in channels.outputs if spec is not None]
         shape, count = (2, splits, channels.channels), channels.count
         make_parts = output_of(TensorSpec.contiguous_of(shape, torch.float32, channels.x.device))

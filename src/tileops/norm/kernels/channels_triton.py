@@ -59,6 +59,15 @@ def _begin(DEPENDENT: tl.constexpr):
 
 
 @triton.jit
+def _latest_first(blocks):
+    """Which block of channels, and which tile of it: in the second of two kernels that sweep the same
+    tensors, first what the first has left in the L2 cache last."""
+    of_channels = tl.num_programs(0) // blocks
+    program = tl.program_id(0)
+    return program % of_channels, blocks - 1 - program // of_channels
+
+
+@triton.jit
 def _of_channels(pointer, c, C: tl.constexpr, absent):
     """A number for each channel, ``absent`` where there is no tensor."""
     if pointer is None:
@@ -204,15 +213,20 @@ def normalize_channels(
     P: tl.constexpr,
     CB: tl.constexpr,
     SPLITS: tl.constexpr,
-    TURNS: tl.constexpr,
     WIDE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """TURNS tiles to a program."""
+    """A tile to a program, asked for before the parts are."""
     if DEPENDENT:
         gdc_wait()
-    block = tl.program_id(0) % blocks
-    c = tl.program_id(0) // blocks * CB + tl.arange(0, CB)[None, :]
+    POLICY: tl.constexpr = "" if parts is None else "evict_first"
+    if parts is None:
+        channel, tile = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    else:
+        channel, tile = _latest_first(blocks)
+    c = channel * CB + tl.arange(0, CB)[None, :]
+    places, mask = _places(tile, c, count, C, L, E, P, WIDE)
+    values = tl.load(x + places, mask=mask, other=0.0, eviction_policy=POLICY)
     old_mean = _of_channels(running_mean, c, C, 0.0)
     old_var = _of_channels(running_var, c, C, 1.0)
     weights = _of_channels(weight, c, C, 1.0)
@@ -233,16 +247,13 @@ def normalize_channels(
         total = tl.sum(squares + numbers * apart * apart, axis=0)[None, :]
         invstd = _store_statistics(
             mean, total, old_mean, old_var, running_mean, running_var, save_mean, save_invstd,
-            count, eps, momentum, c, (c < C) & (block == 0),
+            count, eps, momentum, c, (c < C) & (tile == 0),
         )  # fmt: skip
     scale = invstd * weights
-    for turn in tl.static_range(TURNS):
-        places, mask = _places(block * TURNS + turn, c, count, C, L, E, P, WIDE)
-        values = tl.load(x + places, mask=mask, other=0.0).to(tl.float32)
-        if DEPENDENT and turn == TURNS - 1:
-            gdc_launch_dependents()
-        result = tl.fma(values - mean, scale, biases)
-        tl.store(y + places, result.to(y.dtype.element_ty), mask=mask)
+    if DEPENDENT:
+        gdc_launch_dependents()
+    result = tl.fma(values.to(tl.float32) - mean, scale, biases)
+    tl.store(y + places, result.to(y.dtype.element_ty), mask=mask, eviction_policy=POLICY)
 
 
 @triton.jit
@@ -384,28 +395,30 @@ def channel_gradients(
     P: tl.constexpr,
     CB: tl.constexpr,
     SPLITS: tl.constexpr,
-    TURNS: tl.constexpr,
     WIDE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """TURNS tiles to a program."""
+    """A tile to a program, asked for before the parts are."""
     _begin(DEPENDENT)
-    block = tl.program_id(0) % blocks
-    c = tl.program_id(0) // blocks * CB + tl.arange(0, CB)[None, :]
-    split = tl.arange(0, SPLITS)[:, None]
-    part = split * C + c
-    there = (split < splits) & (c < C)
-    of_bias = tl.sum(tl.load(parts + part, mask=there, other=0.0), axis=0)[None, :]
-    second = tl.load(parts + splits * C + part, mask=there, other=0.0)
-    of_weight = tl.sum(second, axis=0)[None, :]
-    tl.store(grad_bias + c, of_bias, mask=(c < C) & (block == 0))
-    tl.store(grad_weight + c, of_weight, mask=(c < C) & (block == 0))
+    channel, tile = _latest_first(blocks)
+    c = channel * CB + tl.arange(0, CB)[None, :]
+    places, mask = _places(tile, c, count, C, L, E, P, WIDE)
+    grads = tl.load(grad + places, mask=mask, other=0.0, eviction_policy="evict_first")
+    values = tl.load(x + places, mask=mask, other=0.0, eviction_policy="evict_first")
     mean = _of_channels(save_mean, c, C, 0.0)
     invstd = _of_channels(save_invstd, c, C, 1.0)
     scale = invstd * _of_channels(weight, c, C, 1.0)
+    split = tl.arange(0, SPLITS)[:, None]
+    part = split * C + c
+    there = (split < splits) & (c < C)
+    first = tl.load(parts + part, mask=there, other=0.0)
+    second = tl.load(parts + splits * C + part, mask=there, other=0.0)
+    of_bias = tl.sum(first, axis=0)[None, :]
+    of_weight = tl.sum(second, axis=0)[None, :]
+    tl.store(grad_bias + c, of_bias, mask=(c < C) & (tile == 0))
+    tl.store(grad_weight + c, of_weight, mask=(c < C) & (tile == 0))
+    normal = tl.where(mask, (values.to(tl.float32) - mean) * invstd, 0.0)
     number = count.to(tl.float32)
-    for turn in tl.static_range(TURNS):
-        places, mask = _places(block * TURNS + turn, c, count, C, L, E, P, WIDE)
-        grads, normal = _read(grad, x, places, mask, mean, invstd)
-        result = _gradient(grads, normal, scale, of_weight, of_bias, number)
-        tl.store(grad_x + places, result.to(grad_x.dtype.element_ty), mask=mask)
+    result = _gradient(grads.to(tl.float32), normal, scale, of_weight, of_bias, number)
+    result = result.to(grad_x.dtype.element_ty)
+    tl.store(grad_x + places, result, mask=mask, eviction_policy="evict_first")

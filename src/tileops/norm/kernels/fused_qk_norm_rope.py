@@ -12,14 +12,20 @@ from tileops.lib.launch import Launcher, TritonBuild, cdiv, next_power_of_2, poi
 __all__ = ["FusedQKNormRoPE"]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+TILE = 1024
+"""Elements to a program, and half of them where the programs are few: on an H200 64 tokens of 40 heads
+took 1.1 instead of 2.2 µs, but 2048 tokens 25 instead of 13."""
 LONGEST = 4096
 """Elements of the longest head that a program holds."""
 
 
 def _heads(call: CallSpec) -> tuple[int, int]:
-    """How many a token has that are turned, and how many a program takes: 1024 elements of them."""
-    turned = call.params.num_heads + call.params.num_kv_heads
-    return turned, max(1, 1024 // next_power_of_2(call.dims["D"]))
+    """How many a token has that are turned, and how many a program takes."""
+    turned, size = call.params.num_heads + call.params.num_kv_heads, next_power_of_2(call.dims["D"])
+    heads = max(1, TILE // 2 // size)
+    if call.dims["N"] * cdiv(turned, heads) > 8 * call.device.multiprocessors:
+        heads = max(1, TILE // size)
+    return turned, heads
 
 
 class FusedQKNormRoPE(Kernel):
@@ -61,7 +67,7 @@ class FusedQKNormRoPE(Kernel):
             f"{__name__}_triton:qk_norm_rope",
             (*kinds.items(), ("positions", "*i64"), ("capacity", "i64"), ("eps", "fp32")),
             tuple(constants.items()),
-            num_warps=2 if size <= 1024 else 8,
+            num_warps=2 if size <= TILE else 8,
             num_stages=1,
             aligned=tuple(kinds) if all(call.spec(n).aligned for n in pointers) else (),
             options=(("launch_pdl", True),) if dependent else (),

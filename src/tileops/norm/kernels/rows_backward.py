@@ -34,6 +34,9 @@ HELD_BYTES = 16384
 """Longest row, in bytes, that a program holds together with its gradient and the weight's."""
 HELD_ALONE = 16384
 """Longest row, in elements, that a program holds together with its gradient."""
+ADDED = 8192
+"""Numbers that a program of ``add_up`` reads at once: all shares of its columns on a device of 132
+multiprocessors, since it waits for memory once a turn."""
 CENTRED_BYTES = 32768
 """Longest such row, in bytes, where it is centred."""
 
@@ -144,12 +147,12 @@ class BackwardRows:
         """The kernel that adds programs' shares."""
         arguments = ("weight_sums", "bias_sums", "grad_weight", "grad_bias", "programs")
         cols = self.columns_added
-        return self.build("add_up", arguments, warps=4, COLS=cols, DEPTH=2048 // cols)
+        return self.build("add_up", arguments, warps=4, COLS=cols, DEPTH=ADDED // cols)
 
     @property
     def columns_added(self) -> int:
         """Columns to a program of ``add_up``: rows of 32 bytes are read, more where rows are long."""
-        return 32 if self.length >= 2048 else 8
+        return 16 if self.length >= 2048 else 8
 
     def makers(self) -> tuple[Callable[[], torch.Tensor] | None, ...]:
         """For each output of the op what allocates it, None where it is absent."""
@@ -288,11 +291,15 @@ class HeldRows(Kernel):
 
     @classmethod
     def tiles(cls, call: CallSpec) -> list[HeldTile]:
-        """Configurations worth timing, the default first: 32 bytes a thread, at 128 registers."""
+        """Configurations worth timing, the default first: 32 bytes a thread, at 128 registers, and 64
+        where one sum is all that is wanted, of short rows that need no masks."""
         rows = BackwardRows.of(call)
-        held = next_power_of_2(rows.length) * rows.tensors["x"].dtype.itemsize
+        block, size = next_power_of_2(rows.length), rows.tensors["x"].dtype.itemsize
+        held = block * size
         warps = min(16, max(4, held // 1024))
-        default = HeldTile(max(1, 4096 // held), warps, 16 // warps)
+        whole = rows.length == block and held <= 2048 and rows.vector * size == 16
+        alone = whole and "grad_x" not in rows.tensors and len(rows.summed) == 1
+        default = HeldTile(max(1, (8192 if alone else 4096) // held), warps, 16 // warps)
         wider = HeldTile(max(1, default.rows // 2), min(16, warps * 2), default.per_multiprocessor)
         more = HeldTile(default.rows, warps, default.per_multiprocessor * 2)
         return list(dict.fromkeys((default, wider, more)))
