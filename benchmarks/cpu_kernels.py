@@ -6,8 +6,9 @@
 ``torch`` is the entry's ``reference`` where that can be called, else the op's definition run through ATen;
 a copy where the reference returns its input, since an op returns a new tensor.
 With ``--compile`` also: ``inductor``, the definition as a node compiles it (which decides an op's
-``compiled_from``), and ``compiled op`` and ``compiled torch``, both inside ``torch.compile``. At the end of
-a line stands the op's time over torch's, which should be at most 1.05, and the same compiled.
+``compiled_from``), and ``compiled op`` and ``compiled torch``, both inside ``torch.compile`` as functions
+of the call's tensors, numbers being literals. At the end of a line stands the op's time over torch's, which
+should be at most 1.05, and the same compiled.
 
 One thread; the processor time of this process, so that others on the machine count little; contenders take
 turns, and a row is the median of ``--rounds`` samples of a few milliseconds.
@@ -25,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,17 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-from benchmarks.families import chosen, definition, of_case, reference  # noqa: E402
+from benchmarks.families import chosen, definition, of_case, reference, reference_function  # noqa: E402
 from tileops.engine.decomposition import decomposition_kernels  # noqa: E402
 from tileops.engine.manifest.catalog import families  # noqa: E402
 from tileops.engine.manifest.entry import Workload  # noqa: E402
+from tileops.engine.signature.source import compile_source  # noqa: E402
 from tileops.engine.workloads import WorkloadCall, workload_inputs  # noqa: E402
 
 SAMPLE_S = 4e-3
 LIMIT = 1.05
+WITHOUT = ("seed",)
+"""Parameters that torch's own functions do not take."""
 Work = Callable[[], Any]
 
 
@@ -69,8 +73,29 @@ def compiled_node(call: WorkloadCall) -> Work:
     return functools.partial(run.trusted, *inputs)
 
 
+def inside_compile(function: Work, inputs: Mapping[str, Any], *given: str, **params: Any) -> Work:
+    """A call of ``function`` inside ``torch.compile``; ``given``: its arguments, over ``inputs``."""
+    constants = {f"_{name}": value for name, value in params.items()}
+    simple = (bool, int, float, type(None))
+    literal = {n: repr(v) for n, v in constants.items() if type(v) in simple}
+    given = (*given, *(f"{name}={literal.get(f'_{name}', f'_{name}')}" for name in params))
+    source = f"def traced({', '.join(inputs)}):\n    return function({', '.join(given)})\n"
+    traced = compile_source(source, f"traced/{id(inputs)}.py", {"function": function, **constants})
+    return functools.partial(torch.compile(traced["traced"]), *inputs.values())
+
+
+def compiled_plain(call: WorkloadCall, by_reference: bool) -> Work:
+    """The plain expression inside ``torch.compile``."""
+    params, names = call.op._params, list(call.inputs)
+    if not by_reference:
+        return inside_compile(type(call.op).decomposition, call.inputs, *names, **params)
+    last = max(n for n, value in enumerate(call.inputs.values()) if value is not None)
+    taken = {name: value for name, value in params.items() if name not in WITHOUT}
+    return inside_compile(reference_function(call), call.inputs, *names[: last + 1], **taken)
+
+
 def contenders(call: WorkloadCall, compiled: bool) -> dict[str, Work]:
-    plain = reference(call, without=("seed",))
+    plain = reference(call, without=WITHOUT)
     if plain is not None:
         try:
             plain(call)
@@ -85,8 +110,9 @@ def contenders(call: WorkloadCall, compiled: bool) -> dict[str, Work]:
     if compiled:
         torch._dynamo.reset()
         works["inductor"] = compiled_node(call)
-        works["compiled op"] = torch.compile(op, fullgraph=True)
-        works["compiled torch"] = torch.compile(torchs)
+        named = [f"{name}={name}" if name in call.kwargs else name for name in call.inputs]
+        works["compiled op"] = inside_compile(call.op, call.inputs, *named)
+        works["compiled torch"] = compiled_plain(call, plain is not None)
     return works
 
 

@@ -75,16 +75,20 @@ def definition(call: WorkloadCall) -> Any:
 def reference(call: WorkloadCall, without: tuple[str, ...] = ("inplace", "seed")) -> Work | None:
     """The entry's reference, called with the inputs by position and the parameters by name, but for those
     ``without`` which it does."""
+    found = reference_function(call)
+    if found is None:
+        return None
+    params = {k: v for k, v in call.op._params.items() if k not in without}
+    return lambda made: found(*_given(made), **params)
+
+
+def reference_function(call: WorkloadCall) -> Callable[..., Any] | None:
     path = call.op.entry.reference
     if not path.startswith("torch."):
         return None
     module, _, name = path.rpartition(".")
     owner = functools.reduce(getattr, module.split(".")[1:], torch)
-    function = getattr(owner, name, None)
-    if function is None:
-        return None
-    params = {k: v for k, v in call.op._params.items() if k not in without}
-    return lambda made: function(*_given(made), **params)
+    return getattr(owner, name, None)
 
 
 def _given(call: WorkloadCall) -> list[Any]:

@@ -37,8 +37,8 @@ class ScaleFwdOp(Op):
 """
 
 
-def _package(root: Path, name: str, shift: float) -> None:
-    folder = root / name / "scaling"
+def _package(root: Path, name: str, shift: float, family: str = "scaling") -> None:
+    folder = root / name / family
     folder.mkdir(parents=True)
     (root / name / "__init__.py").touch()
     (folder / "__init__.py").touch()
@@ -68,6 +68,25 @@ def test_reload_and_a_second_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     new = importlib.reload(module)
     assert torch.equal(new.ScaleFwdOp()(x), x * 2 + 1)
     assert torch.equal(_compiled(new.ScaleFwdOp(), x), x * 2 + 1)
+
+
+def test_compiled_code_of_a_class_that_is_defined_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Old and new have the same text, and both run what the class is now, while the old op is alive."""
+    _package(tmp_path, "third_pack", 0.0, "noted")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("third_pack.noted.scale")
+    x, calls = torch.randn(4), []
+    for shift in (0.0, 1.0):
+        if shift:
+            path = tmp_path / "third_pack" / "noted" / "scale.py"
+            path.write_text(MODULE.replace("SHIFT", "1.0") + "\n# a later version\n")
+            importlib.invalidate_caches()
+            module = importlib.reload(module)
+        calls.append(module.ScaleFwdOp().compile(fullgraph=True))
+        for call in calls * 4:
+            torch.testing.assert_close(call(x), x * 2 + shift)
 
 
 def test_register_operators_is_enough_to_load(tmp_path: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from tileops.elementwise import ELUFwdOp, MulFwdOp, SiLUFwdOp
+from tileops.elementwise import CeilFwdOp, ELUFwdOp, FloorFwdOp, MulFwdOp, SiLUFwdOp, TruncFwdOp
 from tileops.engine import compiled
 from tileops.engine.decomposition import _owning, decomposition_kernels
 from tileops.norm import BatchNormFwdOp
@@ -31,9 +32,9 @@ def traced(monkeypatch):
     calls = []
     through = compiled.Compiled._traced
 
-    def count(self, args):
+    def count(self, args, changed):
         calls.append(args)
-        return through(self, args)
+        return through(self, args, changed)
 
     monkeypatch.setattr(compiled.Compiled, "_traced", count)
     return calls
@@ -104,10 +105,21 @@ def test_one_tensor_twice_is_never_repeated(traced):
     with torch.inference_mode():
         x, y = torch.randn(5, 7), torch.randn(5, 7)
         run(x, x)
-        assert torch.equal(run.trusted(x, y), x * y)
-        assert len(traced) == 2
-        assert torch.equal(run.trusted(y, x), x * y)
-        assert len(traced) == 2
+        kept = run.trusted
+        for given in ((x, y), (y, x), (x, y)):
+            assert torch.equal(kept(*given), x * y)
+            assert len(traced) == 2
+
+
+@pytest.mark.parametrize("op", [FloorFwdOp(), CeilFwdOp(), TruncFwdOp()], ids=repr)
+def test_what_is_exact_is_exact_when_compiled(op):
+    """Signs of zeros included."""
+    edges = torch.tensor([0.0, -0.0, 0.5, -0.5, -1.5, 2.5, torch.inf, -torch.inf, torch.nan])
+    x = torch.cat([edges, torch.randn(503) * torch.logspace(-3, 9, 503)])
+    exactly = {FloorFwdOp: np.floor, CeilFwdOp: np.ceil, TruncFwdOp: np.trunc}[type(op)]
+    result, wanted = node(op, torch.randn(512))(x), torch.from_numpy(exactly(x.numpy()))
+    assert torch.equal(result.view(torch.int32), wanted.view(torch.int32))
+    assert type(op).kernel.compiled_from is not None
 
 
 def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch):

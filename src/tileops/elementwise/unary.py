@@ -160,7 +160,7 @@ class ErfFwdOp(Op):
 class FloorFwdOp(Op):
     """The nearest integer below; integers are copied. API: ``torch.floor``."""
 
-    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+    kernel = KernelInterface(compiled_from=1 << 17, cuda=("pointwise:Pointwise",))
 
     @staticmethod
     def decomposition(input: torch.Tensor) -> torch.Tensor:
@@ -170,7 +170,7 @@ class FloorFwdOp(Op):
 class CeilFwdOp(Op):
     """The nearest integer above; integers are copied. API: ``torch.ceil``."""
 
-    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+    kernel = KernelInterface(compiled_from=1 << 17, cuda=("pointwise:Pointwise",))
 
     @staticmethod
     def decomposition(input: torch.Tensor) -> torch.Tensor:
@@ -180,7 +180,7 @@ class CeilFwdOp(Op):
 class TruncFwdOp(Op):
     """The integer part; integers are copied. API: ``torch.trunc``."""
 
-    kernel = KernelInterface(cuda=("pointwise:Pointwise",))
+    kernel = KernelInterface(compiled_from=1 << 17, cuda=("pointwise:Pointwise",))
 
     @staticmethod
     def decomposition(input: torch.Tensor) -> torch.Tensor:

@@ -7,13 +7,17 @@ call of a plan goes that way, and what then reached Inductor's code is repeated.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import types
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
+
+from tileops.engine.signature.source import compile_source
 
 __all__ = ["Compiled", "inside"]
 
@@ -64,42 +68,59 @@ def _telling(code: Run) -> Run:
 
 
 def _repeated(
-    calls: list[tuple[Run, list[Any], Sequence[Any]]], tensors: list[Any], result: Any
+    calls: list[tuple[Run, list[Any], Sequence[Any]]], tensors: list[Any], result: Any, other: Run
 ) -> Run | None:
-    """What gives ``result`` again for other tensors of the same facts; None where that is not plain."""
+    """What gives ``result`` again for other tensors of the same facts, or else asks ``other``; None where
+    that is not plain."""
     if len(calls) != 1:
         return None
     code, given, results = calls[0]
     places = {id(tensor): n for n, tensor in enumerate(tensors) if tensor is not None}
     if len(places) < sum(tensor is not None for tensor in tensors):
         return None  # one tensor twice
-    moved = [(n, places.get(id(v), -1)) for n, v in enumerate(given) if isinstance(v, torch.Tensor)]
-    made = {id(value): n for n, value in enumerate(results)}
+    fixed = [value for value in given if not isinstance(value, torch.Tensor)]
+    taken = [places.get(id(v)) if isinstance(v, torch.Tensor) else -1 for v in given]
+    made = {id(value): f"r[{n}]" for n, value in enumerate(results)}
     whole = result if isinstance(result, tuple) else (result,)
-    picked = [None if value is None else made.get(id(value), -1) for value in whole]
-    if any(n < 0 for _, n in moved) or -1 in picked:
+    picked = ["None" if value is None else made.get(id(value)) for value in whole]
+    if None in taken or None in picked:
         return None
-    fixed = [None if isinstance(value, torch.Tensor) else value for value in given]
-    alone = None if isinstance(result, tuple) or result is None else picked[0]
-
-    def repeat(args: tuple[Any, ...]) -> Any:
-        values = fixed.copy()
-        for place, n in moved:
-            values[place] = args[n]
-        results = code(values)
-        if alone is not None:
-            return results[alone]
-        if result_is_none:
-            return None
-        return tuple(None if n is None else results[n] for n in picked)
-
-    result_is_none = result is None
-    return repeat
+    values = f"({', '.join(map(str, picked))},)" if isinstance(result, tuple) else str(picked[0])
+    enter: Run = _entering(len(tensors), tuple(taken), values)(code, other, *_state(), *fixed)
+    return enter
 
 
-def _state() -> tuple[int, bool]:
-    """What code is made for beside the facts of a call."""
-    return torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+@cache
+def _entering(count: int, taken: tuple[int | None, ...], values: str) -> Run:
+    """Makes a function of ``count`` arguments that enters code, argument ``taken[n]`` as its ``n``-th, or
+    what is fixed where that is -1; it gives ``values`` of the results ``r``."""
+    given = ", ".join(f"a{n}" for n in range(count))
+    fixed = "".join(f", f{at}" for at, n in enumerate(taken) if n == -1)
+    passed = ", ".join(f"f{at}" if n == -1 else f"a{n}" for at, n in enumerate(taken))
+    source = (
+        f"def make(code, other, threads, deterministic{fixed}):\n"
+        f"    def enter({given}):\n"
+        f"        if _threads() != threads or _deterministic() is not deterministic:\n"
+        f"            return other({given})\n"
+        f"        r = code([{passed}])\n"
+        f"        return {values}\n"
+        f"    return enter\n"
+    )
+    file = f"tileops_generated/nodes/entering_{next(_numbers)}.py"
+    make: Run = compile_source(source, file, _ASKED)["make"]
+    return make
+
+
+_ASKED = {
+    "_threads": torch.get_num_threads,
+    "_deterministic": torch.are_deterministic_algorithms_enabled,
+}
+"""What code is made for beside the facts of a call."""
+_numbers = itertools.count()
+
+
+def _state() -> tuple[Any, ...]:
+    return tuple(ask() for ask in _ASKED.values())
 
 
 class Compiled:
@@ -117,24 +138,24 @@ class Compiled:
 
     def bound(self) -> Run:
         """The run of one plan. Its ``trusted`` serves tensors of the same facts as its first call."""
-        repeat: Run | None = None
+        latest: Run | None = None
         made_for: Any = None
 
         def run(*args: Any) -> Any:
-            nonlocal repeat, made_for
-            result, repeat = self._traced(args)
+            nonlocal latest, made_for
+            result, latest = self._traced(args, changed)
             made_for = _state()
+            vars(run)["trusted"] = latest or changed
             return result
 
-        def trusted(*args: Any) -> Any:
-            if repeat is None or made_for != _state():
+        def changed(*args: Any) -> Any:
+            if latest is None or made_for != _state():
                 return run(*args)
-            return repeat(args)
+            return latest(*args)
 
-        vars(run)["trusted"] = trusted
         return run
 
-    def _traced(self, args: tuple[Any, ...]) -> tuple[Any, Run | None]:
+    def _traced(self, args: tuple[Any, ...], changed: Run) -> tuple[Any, Run | None]:
         # Gradients are the boundary's affair: what requires one, or is a Parameter, must neither be
         # recorded here nor split the compiled code by kind of tensor.
         with torch.no_grad():
@@ -147,7 +168,7 @@ class Compiled:
             outer, _entered.calls = _entered.calls, []
             try:
                 result = self._compiled(plain)
-                return result, _repeated(_entered.calls, plain, result)
+                return result, _repeated(_entered.calls, plain, result, changed)
             except Exception as error:  # noqa: BLE001  (whatever a disabled or full compiler raises)
                 result = self.function(*plain)  # raises where the fault is not the compiler's
                 self.given_up = True

@@ -19,6 +19,7 @@ __all__ = [
     "NAMES",
     "QUIET",
     "QUIET_BELOW",
+    "QUIET_IN_CODE",
     "as_at_the_top",
     "direct",
     "keys_below_autograd",
@@ -44,6 +45,7 @@ def _names() -> dict[str, Any]:
             # The enumeration has no name for it in Python, but the parser gives it.
             "_vmap": torch._C._parse_dispatch_key("VmapMode"),
             "_autocast": torch._C._is_any_autocast_enabled,
+            "_profiled": torch._C._autograd._profiler_enabled,
         }
     except AttributeError:
         return {}
@@ -77,6 +79,8 @@ QUIET_BELOW = _none_of(_BELOW)
 """Where the dispatcher has been entered, and a guard holds: see ``hot``."""
 QUIET = _none_of((*_BELOW, *_ABOVE))
 """Where a guard holds: it compares the dispatcher's thread state."""
+QUIET_IN_CODE = _none_of((*_BELOW, *_ABOVE, "_profiled()"))
+"""The same in compiled code, whose operators a profiler is to see."""
 direct: Callable[[], bool] = eval(  # our own text
     f"lambda: {_none_of((*_BELOW, *_ABOVE, *_IN_THREAD_STATE))}", dict(NAMES)
 )

@@ -16,10 +16,11 @@ import torch
 from tileops.engine.boundary.autocast import give_autocast
 from tileops.engine.boundary.batching import give_batching
 from tileops.engine.boundary.branching import branching
+from tileops.engine.boundary.compiled_calls import dispatched, give_call, node_lines, write_calls
 from tileops.engine.boundary.dtensor import register_strategies
 from tileops.engine.boundary.function import differentiable
 from tileops.engine.boundary.gate import NAMES, QUIET, QUIET_BELOW, direct, keys_below_autograd
-from tileops.engine.boundary.hot import ABSENT, keep_hot
+from tileops.engine.boundary.hot import ABSENT, HotLines, hot_lines, keep_hot
 from tileops.engine.boundary.instances import live_states, resolve, resolve_fake
 from tileops.engine.boundary.naming import operator_base_name
 from tileops.engine.boundary.owners import Owner
@@ -138,42 +139,6 @@ def _facts(entry: Entry, names: list[str]) -> str:
     return f"({', '.join(parts)})"
 
 
-def _hot_lines(entry: Entry, names: list[str], growing: bool) -> tuple[list[str], list[str]]:
-    """Which guards may be asked (``_hots``), and running the plan of the one that takes the call, if
-    there is one: see ``hot``."""
-    optional = {i.name for i in entry.inputs if i.optional} | {"out"}
-    buffers = [*names, *(["out"] if entry.has_out else [])]
-    passed = ", ".join(buffers)
-    absent = [n for n in buffers if n in optional]
-    guarded = [f"_or_{n}" if n in absent else n for n in buffers]
-    addresses = " | ".join(f"{n}.data_ptr()" for n in guarded)
-    tests = [f"hot.check({', '.join(guarded)})", "hot.epoch == _epoch.now",
-             "hot.context == _context()", "not (hot.grads and _grad_enabled())",
-             f"not ({addresses}) & 15"]  # fmt: skip
-    # The guard ends the process where a tensor has no strides; of those that are no subclass only
-    # the nested one comes to that.
-    nested = " or ".join(f"{n}.is_nested" for n in guarded)
-    given = [f"_or_{n} = _ABSENT[{buffers.index(n)}] if {n} is None else {n}" for n in absent]
-    choose = [
-        f"try: _hots = () if {nested} else _shared.hots",
-        "except AttributeError: _hots = ()",  # not all are tensors
-    ]
-    lines = [*given, "for hot in _hots:", f"    if {' and '.join(tests)}:"]
-    if growing:
-        lines += [
-            "        if hot.grown:",
-            f"            sizes = _growth.sizes(_shared.op, hot.plan, {passed})",
-            "            if sizes is None: continue",
-            "            _shared.sizes = sizes",
-        ]
-    lines += [
-        "        _shared.last = hot.plan",
-        f"        try: return hot.run({passed})",
-        "        except Exception as error: raise hot.plan.blamed(error)",
-    ]
-    return [*given, *choose], lines
-
-
 def calls_source(entry: Entry, branches: tuple[Branch, ...], growing: bool) -> str:
     """Source of ``__call__``, ``_call_boundary`` and ``_run`` of one class."""
     parameters, names = _parameters(entry)
@@ -202,13 +167,12 @@ def calls_source(entry: Entry, branches: tuple[Branch, ...], growing: bool) -> s
         "        if _extra or _unknown: _superfluous(self, _extra, _unknown)",
         f"        return {_dynamo_call(entry, by_name)}",
     ]
-    choose, run = _hot_lines(entry, names, growing)
-    hot = [*choose, *run]
+    hot = hot_lines(entry, names, growing)
     if entry.has_boundary:
         lines += [
             f"    if not _extra and not _unknown and {QUIET}:",
             "        _shared = self._state",
-            *(f"        {line}" for line in hot),
+            *(f"        {line}" for line in hot.all),
             f"    if {exact} and not _extra and not _unknown:",
             "        if _direct():",
             f"            if _grad_enabled() and ({grads}): return _graded(self, {passed})",
@@ -222,7 +186,7 @@ def calls_source(entry: Entry, branches: tuple[Branch, ...], growing: bool) -> s
     lines += [
         "",
         f"def _run(_shared, {passed}):",
-        *(f"    {line}" for line in hot),
+        *(f"    {line}" for line in hot.all),
         "    try:",
         f"        facts = {_facts(entry, names)}",
         "    except RuntimeError:",
@@ -248,7 +212,9 @@ def calls_source(entry: Entry, branches: tuple[Branch, ...], growing: bool) -> s
         *branching(entry, names, "_autograd"),
     ]
     for index, branch in enumerate(branches):
-        lines += ["", *_operator_source(entry, branch, index, names, run)]
+        lines += ["", *_operator_source(entry, branch, index, names, hot)]
+        inside = hot_lines(entry, names, growing, _give(entry, branch))
+        lines += ["", *node_lines(entry, branch, index, names, inside.all)]
     return "\n".join(lines) + "\n"
 
 
@@ -261,20 +227,14 @@ def _boundary_parameters(entry: Entry) -> str:
 
 
 def _operator_source(
-    entry: Entry, branch: Branch, index: int, names: list[str], hot: list[str]
+    entry: Entry, branch: Branch, index: int, names: list[str], hot: HotLines
 ) -> list[str]:
     """Body, fake and Autograd kernel of one branch."""
     tensors = [*names, *(["out"] if branch.out else [])]
     arguments = ", ".join([*tensors, "instance_key"])
     passed = ", ".join([*names, *([("out" if branch.out else "None")] if entry.has_out else [])])
     returned = returned_of(entry, branch)
-    if not returned:
-        give = "    return None"
-    elif len(returned) == len(entry.outputs):
-        give = "    return r"
-    else:
-        picked = ", ".join(f"r[{position}]" for position in returned)
-        give = f"    return {picked if len(returned) == 1 else f'({picked})'}"
+    give = f"    {_give(entry, branch)}"
     optional = {i.name for i in entry.inputs if i.optional}
     may_be_none = [n for n in tensors if n in optional and n not in branch.writes]
 
@@ -298,7 +258,7 @@ def _operator_source(
         *(f"    {line}" for line in state),
         "        _hots = _shared.hots",  # nested tensors have an Autograd kernel of their own
         *(["        out = None"] if entry.has_out else []),
-        *(f"        {line}" for line in hot),
+        *(f"        {line}" for line in (*hot.absent, *hot.run)),
     ]
     lines = [
         f"def _body_{index}({arguments}):",
@@ -310,6 +270,7 @@ def _operator_source(
         "",
         f"def _fake_{index}({arguments}):",
         "    _register_strategies(_cls)",  # DTensor comes here before it asks for them
+        f"    _write_calls(_op_{index})",  # and Inductor before it writes
         f"    outputs, _, device = _signature(_resolve_fake(_cls, instance_key), {checked})",
         f"    return {_fake_result(returned)}",
         "",
@@ -339,6 +300,17 @@ def _operator_source(
         "    return r",
     ]
     return lines
+
+
+def _give(entry: Entry, branch: Branch) -> str:
+    """What an operator of this branch returns of a plan's result ``r``."""
+    returned = returned_of(entry, branch)
+    if not returned:
+        return "return None"
+    if len(returned) == len(entry.outputs):
+        return "return r"
+    picked = ", ".join(f"r[{position}]" for position in returned)
+    return f"return {picked if len(returned) == 1 else f'({picked})'}"
 
 
 def _mapping(names: list[str]) -> str:
@@ -404,6 +376,9 @@ def make_calls(
         "_keys_below_autograd": keys_below_autograd,
         "_live": live_states(cls).get,
         "_register_strategies": register_strategies,
+        "_write_calls": write_calls,
+        "_owner": owner,
+        "_generation": owner.generation,
     }
     namespace = compile_source(source, filename, namespace)
     cls.__call__ = namespace["__call__"]
@@ -446,6 +421,8 @@ def _define(
         give_batching(cls, branch, overload, library, name)
         give_autocast(cls, branch, overload, library, name)
         namespace[f"_op_{index}"] = overload
+        namespace[f"_dispatched_{index}"] = dispatched(name)
+        give_call(name, namespace[f"_node_{index}"])
         namespace[f"_carried_{index}"] = carrying(cls, branch)
         namespace[f"_differentiable_{index}"] = differentiable(
             cls, overload, branch, namespace[f"_body_{index}"], namespace["_gradient_of"]

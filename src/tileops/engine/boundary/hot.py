@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tileops.engine.boundary.growth import Growth
 from tileops.engine.boundary.instances import OpState
+from tileops.engine.manifest.entry import Entry
 
-__all__ = ["ABSENT", "Hot", "keep_hot"]
+__all__ = ["ABSENT", "Hot", "HotLines", "hot_lines", "keep_hot"]
 
 KEPT = 4
 """Plans behind guards: a miss costs some 0.1 µs each."""
@@ -87,3 +88,53 @@ def _guard(plan: Any, tensors: list[torch.Tensor], growth: Growth | None) -> Any
     return Hot(
         guards.check, plan.epoch, plan.context, grads, growth is not None, plan.trusted, plan
     )
+
+
+class HotLines(NamedTuple):
+    """Source that runs the plan whose guard takes a call, and goes on after it where none does."""
+
+    absent: list[str]
+    """What stands in a guard for an argument that is absent."""
+    choose: list[str]
+    """``_hots``: the guards that may be asked."""
+    run: list[str]
+
+    @property
+    def all(self) -> list[str]:
+        return [*self.absent, *self.choose, *self.run]
+
+
+def hot_lines(entry: Entry, names: list[str], growing: bool, give: str = "return r") -> HotLines:
+    """For calls of ``entry``, over ``_shared``; ``give`` returns the plan's result ``r``."""
+    optional = {i.name for i in entry.inputs if i.optional} | {"out"}
+    buffers = [*names, *(["out"] if entry.has_out else [])]
+    passed = ", ".join(buffers)
+    absent = [n for n in buffers if n in optional]
+    guarded = [f"_or_{n}" if n in absent else n for n in buffers]
+    addresses = " | ".join(f"{n}.data_ptr()" for n in guarded)
+    tests = [f"hot.check({', '.join(guarded)})", "hot.epoch == _epoch.now",
+             "hot.context == _context()", "not (hot.grads and _grad_enabled())",
+             f"not ({addresses}) & 15"]  # fmt: skip
+    # The guard ends the process where a tensor has no strides; of those that are no subclass only
+    # the nested one comes to that.
+    nested = " or ".join(f"{n}.is_nested" for n in guarded)
+    choose = [
+        f"try: _hots = () if {nested} else _shared.hots",
+        "except AttributeError: _hots = ()",  # not all are tensors
+    ]
+    run = ["for hot in _hots:", f"    if {' and '.join(tests)}:"]
+    if growing:
+        run += [
+            "        if hot.grown:",
+            f"            sizes = _growth.sizes(_shared.op, hot.plan, {passed})",
+            "            if sizes is None: continue",
+            "            _shared.sizes = sizes",
+        ]
+    run += [
+        "        _shared.last = hot.plan",
+        f"        try: r = hot.run({passed})",
+        "        except Exception as error: raise hot.plan.blamed(error)",
+        f"        {give}",
+    ]
+    given = [f"_or_{n} = _ABSENT[{buffers.index(n)}] if {n} is None else {n}" for n in absent]
+    return HotLines(given, choose, run)

@@ -8,10 +8,11 @@ in a digest of it: ``tileops.norm.rms_norm.RMSNormFwdOp(normalized_shape=(8,), e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from typing import Any
 
+from tileops.engine.boundary.compiled_calls import WRITTEN
 from tileops.engine.boundary.schema import schema_of
 from tileops.engine.manifest.catalog import load_family
 from tileops.engine.manifest.derive import derived_backward
@@ -44,7 +45,8 @@ def split_key(key: str) -> tuple[str, str, str]:
 def fault_in(cls: Any, stamp: str) -> str:
     """Why a node with ``stamp`` does not mean the class as it is now, '' where it does.
 
-    The gradient does not count: what has it in a graph has the nodes of the gradient too.
+    The gradient does not count: what has it in a graph has the nodes of the gradient too. Nor does
+    what compiled code kept on disk calls.
     """
     own = operator_key(cls, "").rpartition("@")[2]
     if stamp.partition("+")[0] == own.partition("+")[0]:
@@ -57,8 +59,9 @@ def fault_in(cls: Any, stamp: str) -> str:
 
 
 def _stamp_of(entry: Entry) -> str:
-    own, backward = _digest(_facts(entry)), _backward(entry)
-    return own if backward is None else f"{own}+{_digest(_facts(backward))}"
+    backward = _backward(entry)
+    others = () if backward is None else _facts(backward)
+    return f"{_digest(_facts(entry))}+{_digest([*WRITTEN, *others])}"
 
 
 def _backward(entry: Entry) -> Entry | None:
@@ -68,7 +71,7 @@ def _backward(entry: Entry) -> Entry | None:
     return None if derived is None else derived[0]
 
 
-def _digest(facts: Iterator[Any]) -> str:
+def _digest(facts: Iterable[Any]) -> str:
     return sha256(repr([CONVENTION, *facts]).encode()).hexdigest()[:8]
 
 

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from tileops.engine.boundary.compiled_calls import with_operators
 from tileops.explain import torch_private as private
 from tileops.explain.collect.memory import Memory, written
 from tileops.explain.model import Candidate, Graph, Group, Inductor, Kernel, Line, Unfused
@@ -54,14 +55,15 @@ class Lowered:
 def read_inductor(told: Lowered) -> Inductor:
     origins, kinds = _candidates(told.fusion)
     groups = None if told.scheduled is None else _groups(told.scheduled, origins, kinds)
-    memory = Memory(told.code, told.graph)
-    kernels = _Kernels(told, groups, memory).found
+    code = with_operators(told.code)
+    memory = Memory(code, told.graph)
+    kernels = _Kernels(told, code, groups, memory).found
     apart = None if groups is None else _unfused(told.fusion, groups, told.scheduled or "", kernels)
-    code = told.code
     candidates = None if groups is None else [each for one in told.timed for each in _choice(one)]
     return Inductor(
-        _stage(code), kernels, apart, memory.buffers, candidates, code, told.path, None, memory.peak
-    )
+        _stage(code), kernels, apart, memory.buffers, candidates, told.code, told.path, None,
+        memory.peak,
+    )  # fmt: skip
 
 
 def _choice(times: dict[str, float]) -> list[Candidate]:
@@ -140,7 +142,9 @@ def _strongest(parts: list[str]) -> str:
 class _Kernels:
     """Launches in the order of the call, joined with fusion groups by what they write."""
 
-    def __init__(self, told: Lowered, groups: list[Group] | None, memory: Memory) -> None:
+    def __init__(
+        self, told: Lowered, code: str, groups: list[Group] | None, memory: Memory
+    ) -> None:
         self.memory = memory
         self.path = told.path
         self.nodes = {node.name: node for node in told.graph.nodes}
@@ -149,9 +153,9 @@ class _Kernels:
         self.mutated = _mutated(told.scheduled or "")
         self.used: set[str] = set()
         self.found: list[Kernel] = []
-        defined = {match["name"]: match for match in _DEFINED.finditer(told.code)}
+        defined = {match["name"]: match for match in _DEFINED.finditer(code)}
         comment = ""
-        for line in _body(told.code):
+        for line in _body(code):
             if "# Topologically Sorted Source Nodes: " in line:
                 comment = line
                 continue
