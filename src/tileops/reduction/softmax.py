@@ -12,7 +12,7 @@ from tileops.authoring import KernelInterface, Op
 _SOFTMAX = KernelInterface(
     cuda=(
         "softmax:RowSoftmax",
-        "softmax:StreamedSoftmax",
+        "softmax:InterleavedSoftmax",
         "softmax:SplitSoftmax",
         "softmax:ColumnTileSoftmax",
         "softmax:ColumnSoftmax",
