@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from contextlib import contextmanager
 
 import pytest
@@ -73,8 +74,9 @@ def small_tiles():
     """Tiles so small that a small tensor needs every kind of launch."""
     from tileops.reduction.kernels import reduce
 
-    sizes = {"REGISTER_ROW": 8, "ROW_PART": 4, "ROW_TILE_BYTES": 64, "STATES": 4}
+    sizes = {"REGISTER_ROW": 16, "ROW_PART": 4, "ROW_TILE_BYTES": 64, "STATES": 4}
     sizes |= {"COLUMN_BYTES": 8, "PART_BYTES": 32, "WALK_BYTES": 16, "WALKED_ROW": 30}
+    sizes |= {"LEAST_WALK": 8}
     sizes |= {"TURNS_HELD": 2, "ROW_TURNS": (2, 4), "WIDE_BYTES": 64, "WIDE_TURN_BYTES": 1024}
     sizes |= {"WIDE_TURNS": (2, 4), "NARROW_BYTES": 8, "NARROW_TILE": 16, "NARROW_TURNS": 4}
     sizes |= {"STATE_TILE": 8, "ROW_STATES": 8}
@@ -114,7 +116,9 @@ def draw(shape, dtype=torch.float32):
 @pytest.mark.parametrize(
     ("shape", "dim"),
     [
-        ((3, 13), -1),
+        ((3, 13), -1),  # walked
+        ((4, 12), -1),  # walked, no element outside
+        ((3, 16), -1),
         ((13, 3), 0),
         ((2, 5, 7), 1),
         ((1, 7, 1), 0),
@@ -290,6 +294,24 @@ def test_tiles_without_an_outside(name, params):
         check(op, x, run_small(op, x))
 
 
+@pytest.mark.parametrize(
+    ("name", "n", "dtype", "turns"),
+    [
+        ("SumFwdOp", 4096, HALF, 1),
+        ("SumFwdOp", 11008, HALF, 6),
+        ("AllFwdOp", 11008, torch.bool, 6),  # four at a time
+        ("SumFwdOp", 5120, HALF, 5),
+        ("LogSumExpFwdOp", 11008, HALF, 1),
+        ("SumFwdOp", 3000, HALF, 1),
+    ],
+)
+def test_rows_that_fill_a_tile_badly_are_walked(name, n, dtype, turns):
+    from tileops.reduction.kernels import reduce
+
+    plan = reduce._planned(call_for(op_of(name, -1), ((2048, n), dtype)))
+    assert (plan.tile.turns, plan.parts, plan.merges) == (turns, 1, ())
+
+
 def test_real_tiles_of_long_rows_and_columns():
     for shape, dim in (((2, 20000), 1), ((1100, 70), 0), ((16385,), 0), ((3, 520, 33), 1)):
         x = draw(shape)
@@ -375,13 +397,15 @@ def builds(op, shape, dtype, arch):
         ("LogSumExpFwdOp", (4096, 4096), 0, torch.float16),
         ("ArgmaxFwdOp", (4096, 4096), 0, HALF),
         ("AllFwdOp", (2048, 11008), -1, torch.bool),
+        ("CountNonzeroFwdOp", (2048, 11008), -1, torch.float16),
+        ("VarFwdOp", (2048, 9000), -1, torch.float64),
         ("AmaxFwdOp", (2048, 4096), -1, torch.float64),
     ],
 )
 def test_compiles_to_wide_accesses(name, shape, dim, dtype, arch):
     read, *merges = builds(op_of(name, dim), shape, dtype, arch)
     assert_fits(read, arch)
-    assert "LDG.E.128" in sass(read, arch)
+    assert re.search(r"LDG\.E(\.EF)?\.128", sass(read, arch))
     for merge in merges:
         assert_fits(merge, arch)
 

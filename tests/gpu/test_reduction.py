@@ -256,9 +256,35 @@ def test_more_than_two_billion_elements():
     assert torch.equal(gradient[-1:], reduction.LogSoftmaxBwdOp(-1)(last[-1:], last[-1:]))
 
 
+def test_programs_that_wait_for_each_other_end_whatever_else_runs():
+    """Scans of several groups of parts and long rows of softmax, on eight streams at once."""
+    cases = [
+        (reduction.CumsumFwdOp(0), torch.randn(40000, 96, device="cuda")),
+        (reduction.CumsumFwdOp(1), torch.randn(3, 1 << 20, device="cuda")),
+        (reduction.CumprodFwdOp(1), 1 + torch.randn(64, 3000, 40, device="cuda") / 256),
+        (reduction.LogSoftmaxFwdOp(-1), torch.randn(300, 128256, device="cuda").to(HALF)),
+        (reduction.SoftmaxFwdOp(-1), torch.randn(150, 100001, device="cuda")),
+    ]
+    wanted = []
+    for op, x in cases:
+        wanted.append(op(x))
+        check(op, x)
+    streams = [torch.cuda.Stream() for _ in range(8)]
+    results = []
+    torch.cuda.synchronize()
+    for _ in range(3):
+        for n, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                results += [(k % 5, cases[k % 5][0](cases[k % 5][1])) for k in range(n, n + 5)]
+    torch.cuda.synchronize()
+    for k, result in results:
+        assert torch.equal(result, wanted[k]), cases[k][0]
+
+
 def test_captured_into_a_graph():
     x = torch.randn(4, 128256, device="cuda")
     ops = [reduction.SumFwdOp(-1), reduction.ArgmaxFwdOp(-1), reduction.CumsumFwdOp(-1)]
+    ops += [reduction.CumsumFwdOp(0)]
     for op in ops:
         op(x)
     graph = torch.cuda.CUDAGraph()

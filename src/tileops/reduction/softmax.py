@@ -13,7 +13,7 @@ from tileops.reduction.reduce import not_halves
 _SOFTMAX = KernelInterface(
     cuda=(
         "softmax:RowSoftmax",
-        "softmax:StreamedSoftmax",
+        "softmax:InterleavedSoftmax",
         "softmax:SplitSoftmax",
         "softmax:ColumnTileSoftmax",
         "softmax:ColumnSoftmax",

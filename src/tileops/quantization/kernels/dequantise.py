@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 
@@ -21,34 +22,47 @@ __all__ = ["Dequantise"]
 DEVICE = f"{__name__}_triton"
 
 GROUP = 128
-ELEMENTS = 4096
-"""Of a program: 32 to each of 128 threads."""
-WIDEST = 1024
-"""Columns of a program, where rows differ in their scales."""
+THREADS = 128
+HELD = 16
+"""Elements of a thread: few, so that a small call has programs for all multiprocessors."""
 
 
-def _sizes(call: CallSpec) -> tuple[int, int, int]:
-    """Rows that have a scale of their own or several, their length, and how many columns share one of
-    several."""
-    q = call.spec("q")
-    if call.op == "INT8DequantPerTensorFwdOp":
-        return 1, q.numel, 0
-    length = q.shape[-1]
-    return q.numel // max(length, 1), length, GROUP if call.op == "INT8DequantPerBlockFwdOp" else 0
+@dataclass(frozen=True)
+class Tile:
+    """What a program makes: ``rows`` by ``spans`` of ``width`` columns."""
 
+    count: int
+    """Rows that have a scale of their own or several."""
+    length: int
+    many: bool
+    """A row has a scale for each ``width``."""
+    rows: int
+    spans: int
+    width: int
+    vector: int
+    """Columns that a thread can take at once."""
 
-def _vector(call: CallSpec) -> int:
-    q = call.spec("q")
-    return math.gcd(16, _sizes(call)[1]) if q.aligned else 1
+    @classmethod
+    def of(cls, call: CallSpec) -> Tile:
+        q, size = call.spec("q"), call.spec("x").dtype.itemsize
+        count, length = 1, q.numel
+        if call.op != "INT8DequantPerTensorFwdOp":
+            length = q.shape[-1]
+            count = q.numel // max(length, 1)
+        many = call.op == "INT8DequantPerBlockFwdOp"
+        elements = THREADS * HELD
+        extent = next_power_of_2(max(length, 1))
+        width = GROUP if many else min(elements, extent)
+        spans = max(min(elements, extent) // width, 1)
+        rows = max(elements // (width * spans), 1)
+        # No more than a thread can write at once.
+        vector = math.gcd(16 // size, length) if q.aligned else 1
+        return cls(count, length, many, rows, spans, width, vector)
 
-
-def _tile(call: CallSpec) -> tuple[int, int]:
-    """Rows and columns of a program: all columns where there is one row."""
-    length = next_power_of_2(max(_sizes(call)[1], 1))
-    if call.op == "INT8DequantPerTensorFwdOp":
-        return 1, min(ELEMENTS, length)
-    block = min(WIDEST, length)
-    return ELEMENTS // block, block
+    @property
+    def across(self) -> int:
+        """Programs for all columns."""
+        return cdiv(self.length, self.width * self.spans)
 
 
 class Dequantise(Kernel):
@@ -58,33 +72,33 @@ class Dequantise(Kernel):
 
     @classmethod
     def entry_for(cls, call: CallSpec) -> Entry:
-        tile, block = _tile(call)
-        vector = _vector(call)
+        tile = Tile.of(call)
         build = TritonBuild(
             f"{DEVICE}:dequantise",
             (
                 *(("q", "*i8"), ("scale", "*fp32"), ("x", pointer_to(call.spec("x").dtype))),
-                *(("rows", "i64"), ("groups", "i64")),
+                *(("rows", "i64"), ("groups", "i64"), ("across", "i32")),
             ),
-            (("GROUP", _sizes(call)[2]), ("TILE", tile), ("BLOCK", block), ("VECTOR", vector)),
-            num_warps=4,
+            (
+                *(("WIDTH", tile.width), ("MANY", tile.many), ("TILE", tile.rows)),
+                *(("SPANS", tile.spans), ("VECTOR", tile.vector)),
+            ),
+            num_warps=THREADS // 32,
             num_stages=1,
-            aligned=("q", "x") if vector > 1 else ("x",),
+            aligned=("q", "x") if tile.vector > 1 else ("x",),
         )
         return Entry(build.identity, build, _bind)
 
 
 def _bind(launcher: Launcher, call: CallSpec) -> Run:
-    rows, length, _ = _sizes(call)
-    tile, block = _tile(call)
-    programs = cdiv(rows, tile) * cdiv(length, block)
+    tile = Tile.of(call)
     launch, make = launcher.on(call.device.index), output_of(call.spec("x"))
-    groups = length // _vector(call)
+    programs, groups = cdiv(tile.count, tile.rows) * tile.across, tile.length // tile.vector
 
     def run(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         x = make()
         if programs:
-            launch(programs, 1, 1, q, scale, x, rows, groups)
+            launch(programs, 1, 1, q, scale, x, tile.count, groups, tile.across)
         return x
 
     return run

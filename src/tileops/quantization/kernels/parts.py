@@ -22,7 +22,7 @@ DEVICE = f"{__name__}_triton"
 CHUNK = 4096
 """Elements that a program reads at a time."""
 TURNS = 4
-"""Chunks of a part, where that does not make more parts than PARTS."""
+"""Chunks of a part, where that makes neither more parts than PARTS nor fewer than multiprocessors."""
 PARTS = 1024
 """Parts of a row, at most: each program that quantises reads what all of its row left."""
 WARPS = 8
@@ -38,7 +38,7 @@ def _entry(call: CallSpec, whole: bool) -> Entry:
     if asked.x.numel == 0:
         return EMPTY
     vector = asked.vector(_length(call, whole))
-    sizes = {"CHUNK": CHUNK, "VECTOR": vector}
+    sizes = {"CHUNK": CHUNK, "VECTOR": vector, "DEPENDENT": asked.dependent}
     counts = (("groups", "i64"), ("parts", "i32"), ("turns", "i32"))
     tensors = (("x", None), ("smooth", None), ("maxima", "*i32"))
     maxima = asked.build(f"{DEVICE}:part_maxima", (*tensors, *counts), WARPS, **sizes)
@@ -64,7 +64,8 @@ def _length(call: CallSpec, whole: bool) -> int:
 def _bind(whole: bool, launchers: tuple[Launcher, Launcher], call: CallSpec) -> Run:
     asked, length = Quantisation.of(call), _length(call, whole)
     rows, chunks = asked.x.numel // length, cdiv(length, CHUNK)
-    turns = max(TURNS, cdiv(chunks, PARTS))
+    turns = min(TURNS, cdiv(rows * chunks, call.device.multiprocessors))
+    turns = max(turns, cdiv(chunks, PARTS))
     parts = cdiv(chunks, turns)
     search, quantise = (launcher.on(call.device.index) for launcher in launchers)
     make, make_scales = asked.results()

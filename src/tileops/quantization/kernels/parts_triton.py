@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tileops.lib.quantised_triton import largest_magnitude, quantised
 
@@ -29,6 +30,7 @@ def part_maxima(
     turns,  # chunks of a part
     CHUNK: tl.constexpr,
     VECTOR: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One part per program: its largest magnitude, as the bits of a float32."""
     n = groups * VECTOR
@@ -36,9 +38,13 @@ def part_maxima(
     here, first = program // parts * n, program % parts * turns * CHUNK
     cols = tl.max_contiguous(tl.arange(0, CHUNK), VECTOR)
     held = tl.zeros([CHUNK], tl.int32)
+    if DEPENDENT:
+        gdc_wait()  # for the elements; what came before them in the stream is complete
     for turn in range(turns):
         values, _ = _read(x, smooth, here, first + turn * CHUNK, n, cols)
         held = tl.maximum(held, tl.abs(values).to(tl.int32, bitcast=True))
+    if DEPENDENT:
+        gdc_launch_dependents()
     tl.store(maxima + program, tl.max(held, axis=0))
 
 
@@ -55,6 +61,7 @@ def quantise_parts(
     eps,
     CHUNK: tl.constexpr,
     VECTOR: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     PARTS: tl.constexpr,  # the most that a row has
     TOP: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -65,6 +72,8 @@ def quantise_parts(
     program = tl.num_programs(0).to(tl.int64) - 1 - tl.program_id(0)
     row, part = program // parts, program % parts
     places = tl.arange(0, PARTS)[None, :]
+    if DEPENDENT:
+        gdc_wait()  # for the maxima
     bits = tl.load(maxima + row * parts + places, mask=places < parts, other=0)
     largest = largest_magnitude(bits.to(tl.float32, bitcast=True), 1)
     scale = tl.div_rn(tl.where(largest < eps, eps, largest), TOP)

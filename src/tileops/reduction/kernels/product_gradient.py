@@ -41,9 +41,9 @@ def _shape(call: CallSpec) -> Shape:
     outer, n, inner = axes(call)
     extent = next_power_of_2(max(n, 1))
     if inner == 1:
-        return Shape(outer, n, inner, max(ROW_TILE // extent, 1), min(extent, TILE), 1)
+        return Shape(outer, n, inner, max(ROW_TILE // extent, 1), min(extent, TILE))
     kept = min(next_power_of_2(max(inner, 1)), MOST_COLUMNS)
-    return Shape(outer, n, inner, kept, min(extent, TILE // kept), 1)
+    return Shape(outer, n, inner, kept, min(extent, TILE // kept))
 
 
 def _wide(call: CallSpec) -> bool:

@@ -87,14 +87,16 @@ def _lifted(
     PACKED: tl.constexpr,
     CASTS: tl.constexpr,
     WIDE: tl.constexpr,
+    POLICY: tl.constexpr,
 ):
     """A tile, lifted. What lies outside has no effect on the fold, or is masked there."""
     if LIFT == "zero" and PACKED:
-        value = tl.load(pointer, mask=inside, other=ONES)
+        value = tl.load(pointer, mask=inside, other=ONES, eviction_policy=POLICY)
         # The high bit of each byte that is zero, and perhaps of some above one.
         result = ((value - ONES) & ~value & HIGH != 0).to(tl.int32)
     elif LIFT == "nonzero" or LIFT == "zero":
-        value = tl.load(pointer, mask=inside, other=1.0 if LIFT == "zero" else 0.0)
+        NOTHING: tl.constexpr = 1.0 if LIFT == "zero" else 0.0
+        value = tl.load(pointer, mask=inside, other=NOTHING, eviction_policy=POLICY)
         if MASK:  # the bits of a complex number but for its signs
             value = value & MASK
         result = (value == 0 if LIFT == "zero" else value != 0).to(tl.int32)
@@ -110,7 +112,7 @@ def _lifted(
             if LIFT == "negative"
             else 0.0
         )
-        value = tl.load(pointer, mask=inside, other=OTHER)
+        value = tl.load(pointer, mask=inside, other=OTHER, eviction_policy=POLICY)
         if CASTS:  # torch casts first
             value = value.to(tl.float64 if WIDE else tl.float32).to(y.dtype.element_ty)
         result = value.to(tl.float64 if WIDE else tl.float32)
@@ -265,12 +267,15 @@ def _part(
     PACKED: tl.constexpr,
     CASTS: tl.constexpr,
     WIDE: tl.constexpr,
+    POLICY: tl.constexpr,  # of the cache, for what is read
     DEPENDENT: tl.constexpr,
 ):
     """The state of TURNS tiles, ``step`` apart in memory, of TURN elements along the axis each, of
     which ``left`` are inside."""
     inside = _inside(there, place, left, WHOLE)
-    value = _lifted(pointer, inside, y, divisor, LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE)
+    value = _lifted(
+        pointer, inside, y, divisor, LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE, POLICY
+    )
     if TURNS == 1:
         if DEPENDENT:
             gdc_launch_dependents()
@@ -286,7 +291,7 @@ def _part(
             inside = _inside(there, place + turn * TURN, left, WHOLE)
             value = _lifted(
                 pointer + turn * step, inside, y, divisor,
-                LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE,
+                LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE, POLICY,
             )  # fmt: skip
             a, b = _joined(a, b, value, inside, turn, FOLD)
         if DEPENDENT:
@@ -380,6 +385,7 @@ def reduce_rows(
     PACKED: tl.constexpr,
     CASTS: tl.constexpr,
     WIDE: tl.constexpr,
+    POLICY: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Contiguous rows: several to a tile, or a part of one row."""
@@ -393,7 +399,7 @@ def reduce_rows(
         gdc_wait()  # for the elements; what came before them in the stream is complete
     a, b, c = _part(
         pointer, TURN, row < rows - first, place, n - start, y, divisor,
-        TURN, TURNS, WHOLE, 1, LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE, DEPENDENT,
+        TURN, TURNS, WHOLE, 1, LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE, POLICY, DEPENDENT,
     )  # fmt: skip
     if FOLD == "first":
         b += start
@@ -432,6 +438,7 @@ def reduce_columns(
     PACKED: tl.constexpr,
     CASTS: tl.constexpr,
     WIDE: tl.constexpr,
+    POLICY: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """An axis with an inner stride: a tile is a part of some columns."""
@@ -447,7 +454,7 @@ def reduce_columns(
         gdc_wait()  # for the elements; what came before them in the stream is complete
     a, b, c = _part(
         pointer, inner * TURN, (column < inner)[None, :], place, n - start, y, divisor,
-        TURN, TURNS, WHOLE, 0, LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE, DEPENDENT,
+        TURN, TURNS, WHOLE, 0, LIFT, FOLD, ORDER, MASK, PACKED, CASTS, WIDE, POLICY, DEPENDENT,
     )  # fmt: skip
     if FOLD == "first":
         b += start

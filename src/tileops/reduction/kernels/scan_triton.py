@@ -2,9 +2,9 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
-AHEAD = tl.constexpr(8)
+from tileops.reduction.kernels.turns_triton import announce, await_bits
 
 
 @triton.jit
@@ -36,158 +36,144 @@ def _taken(pointer, inside, y, PRODUCT: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _once(
-    x,
-    y,
-    corner,
-    offset,
-    there,
-    n,
-    AXIS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PRODUCT: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """Scan some kept indices of an axis that is one block: mode ``only``."""
-    NEUTRAL: tl.constexpr = 1.0 if PRODUCT else 0.0
-    place = tl.expand_dims(tl.arange(0, BLOCK), 1 - AXIS)
-    inside = tl.expand_dims(there, AXIS) & (place < n)
-    value = _taken(x + corner + offset, inside, y, PRODUCT, WIDE)
-    # As in a walk, so that a sum which begins with minus zero is plus zero here too.
-    result = _both(NEUTRAL, _scanned(value, AXIS, PRODUCT), PRODUCT)
-    tl.store(y + corner + offset, result.to(y.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _walk(
-    x,
-    y,
-    totals,
-    corner,
-    offset,
+def _before(
+    total,
+    states,
+    words,
     kept,
+    count,
     there,
-    stride,
-    n,
+    tile,
+    tiles,
     part,
     parts,
-    blocks,
-    AXIS: tl.constexpr,
-    KEPT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MODE: tl.constexpr,
+    GROUP: tl.constexpr,
     PRODUCT: tl.constexpr,
-    WIDE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Scan the parts of some kept indices, whose first blocks are at ``corner + offset``.
+    """What the parts before ``part`` give for some kept indices, of ``total`` in this one.
 
-    A result is (what the parts before gave) with ((what the blocks before gave) with (its block's
-    scan)), in every mode: ``whole`` walks along all parts, ``write`` writes one of them after
-    ``totals`` has left what each gives.
+    ``states``: what each part gives, then what the groups before each group give, ``count`` apart.
+    ``words``: of each group and tile, a bit for each part that has left its total, and one more for
+    the groups before.
     """
-    NUMBER: tl.constexpr = tl.float64 if WIDE else tl.float32
     NEUTRAL: tl.constexpr = 1.0 if PRODUCT else 0.0
-    place, allowed = tl.expand_dims(tl.arange(0, BLOCK), 1 - AXIS), tl.expand_dims(there, AXIS)
-    before = tl.full([KEPT], NEUTRAL, NUMBER)
-    first, end = part, part + 1
-    if MODE == "whole":
-        first, end = part * 0, parts
-    if MODE == "write":
-        if DEPENDENT:
-            gdc_wait()  # for the totals; what came before them in the stream is complete
-        for some in range(0, part, AHEAD):
-            for ahead in tl.static_range(AHEAD):  # so many loads are under way at once
-                earlier = some + ahead
-                seen = there & (earlier < part)
-                total = tl.load(totals + kept * parts + earlier, mask=seen, other=NEUTRAL)
-                before = _both(before, total, PRODUCT)
-    for current in range(first, end):
-        within = tl.full([KEPT], NEUTRAL, NUMBER)
-        for block in range(current * blocks, tl.minimum((current + 1) * blocks, tl.cdiv(n, BLOCK))):
-            start = block * BLOCK
-            inside = allowed & (place < n - start)
-            value = _taken(x + corner + start * stride + offset, inside, y, PRODUCT, WIDE)
-            if MODE != "totals":
-                result = _both(
-                    tl.expand_dims(within, AXIS), _scanned(value, AXIS, PRODUCT), PRODUCT
-                )
-                result = _both(tl.expand_dims(before, AXIS), result, PRODUCT)
-                result = result.to(y.dtype.element_ty)
-                tl.store(y + corner + start * stride + offset, result, mask=inside)
-            within = _both(within, _total(value, AXIS, PRODUCT), PRODUCT)
-        if MODE == "totals":
-            tl.store(totals + kept * parts + current, within, mask=there)
-        before = _both(before, within, PRODUCT)
+    group, turn, one = part // GROUP, part % GROUP, tl.full([], 1, tl.int64)
+    word = words + group.to(tl.int64) * tiles + tile
+    if DEPENDENT:
+        gdc_wait()  # for the words; what came before them in the stream is complete
+    tl.store(states + part.to(tl.int64) * count + kept, total, mask=there)
+    announce(word, one << turn)
+    before = tl.full(total.shape, NEUTRAL, total.dtype)
+    if part > 0:
+        wanted = (one << turn) - 1
+        if group > 0:
+            wanted += one << GROUP
+        await_bits(word, wanted)
+        each = tl.arange(0, GROUP)[:, None]
+        place = (group * GROUP + each).to(tl.int64) * count + kept[None, :]
+        earlier = tl.load(states + place, mask=(each < turn) & there[None, :], other=NEUTRAL)
+        before = _total(earlier, 0, PRODUCT)
+        sums = states + parts.to(tl.int64) * count + kept
+        if group > 0:
+            given = tl.load(sums + group.to(tl.int64) * count, mask=there, other=NEUTRAL)
+            before = _both(given, before, PRODUCT)
+    if (turn == GROUP - 1) & (part < parts - 1):
+        following = _both(before, total, PRODUCT)
+        sums = states + (parts + group + 1).to(tl.int64) * count + kept
+        tl.store(sums, following, mask=there)
+        announce(word + tiles, one << GROUP)
+    return before
 
 
 @triton.jit
 def scan_rows(
     x,
     y,
-    totals,
+    states,
+    words,
     rows,
     n_groups,
+    tiles,
     parts,
-    blocks,
     GRAIN: tl.constexpr,
     KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
-    MODE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ALONE: tl.constexpr,
     PRODUCT: tl.constexpr,
     WIDE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Contiguous rows."""
-    if DEPENDENT and MODE == "totals":
-        gdc_launch_dependents()
+    """Contiguous rows: some of them, or a part of one."""
     n = n_groups * GRAIN  # so that the compiler knows what divides a row
     program = tl.program_id(0)
-    tile, part = program, program * 0
-    if MODE == "totals" or MODE == "write":
-        tile, part = program // parts, program % parts
+    tile, part = program % tiles, program // tiles
     first, row = tile.to(tl.int64) * KEPT, tl.arange(0, KEPT)
+    start, place = part.to(tl.int64) * BLOCK, tl.arange(0, BLOCK)[None, :]
+    there = row < rows - first
     # A tile of several rows has short ones, so these offsets are small.
-    offset = row[:, None] * n.to(tl.int32) + tl.arange(0, BLOCK)[None, :]
-    if MODE == "only":
-        _once(x, y, first * n, offset, row < rows - first, n, 1, BLOCK, PRODUCT, WIDE)
-    else:
-        _walk(x, y, totals, first * n, offset, first + row, row < rows - first, 1, n, part, parts,
-              blocks, 1, KEPT, BLOCK, MODE, PRODUCT, WIDE, DEPENDENT)  # fmt: skip
+    corner, offset = first * n + start, row[:, None] * n.to(tl.int32) + place
+    inside = there[:, None] & (place < n - start)
+    value = _taken(x + corner + offset, inside, y, PRODUCT, WIDE)
+    before = tl.full([KEPT], 1.0 if PRODUCT else 0.0, value.dtype)
+    if not ALONE:
+        total = _total(value, 1, PRODUCT)
+        before = _before(total, states, words, first + row, rows, there, tile, tiles, part, parts,
+                         GROUP, PRODUCT, DEPENDENT)  # fmt: skip
+    # With nothing before too: a sum that begins with minus zero is plus zero.
+    result = _both(before[:, None], _scanned(value, 1, PRODUCT), PRODUCT)
+    tl.store(y + corner + offset, result.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def scan_columns(
     x,
     y,
-    totals,
+    states,
+    words,
+    count,
     n,
     inner_groups,
     inner_tiles,
+    tiles,
     parts,
-    blocks,
     GRAIN: tl.constexpr,
     KEPT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MODE: tl.constexpr,
+    STRETCHES: tl.constexpr,
+    LENGTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    ALONE: tl.constexpr,
     PRODUCT: tl.constexpr,
     WIDE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """An axis with an inner stride, some columns at a time."""
-    if DEPENDENT and MODE == "totals":
-        gdc_launch_dependents()
+    """An axis with an inner stride: a part of some columns, in stretches of LENGTH that threads
+    scan on their own."""
+    NEUTRAL: tl.constexpr = 1.0 if PRODUCT else 0.0
     inner = inner_groups * GRAIN
     program = tl.program_id(0)
-    tile, part = program, program * 0
-    if MODE == "totals" or MODE == "write":
-        tile, part = program // parts, program % parts
+    tile, part = program % tiles, program // tiles
     outer = (tile // inner_tiles).to(tl.int64)
     first, column = (tile % inner_tiles).to(tl.int64) * KEPT, tl.arange(0, KEPT)
-    offset = tl.arange(0, BLOCK)[:, None] * inner + column[None, :]
-    kept, corner = outer * inner + first + column, outer * n * inner + first
-    if MODE == "only":
-        _once(x, y, corner, offset, column < inner - first, n, 0, BLOCK, PRODUCT, WIDE)
-    else:
-        _walk(x, y, totals, corner, offset, kept, column < inner - first, inner, n, part, parts,
-              blocks, 0, KEPT, BLOCK, MODE, PRODUCT, WIDE, DEPENDENT)  # fmt: skip
+    start = part.to(tl.int64) * (STRETCHES * LENGTH)
+    there = column < inner - first
+    # The axis of a stretch is the slowest, which no two threads share.
+    stretch = tl.arange(0, STRETCHES)
+    place = stretch[None, :, None] * LENGTH + tl.arange(0, LENGTH)[:, None, None]
+    corner = (outer * n + start) * inner + first
+    offset = place * inner + column[None, None, :]
+    inside = (place < n - start) & there[None, None, :]
+    value = _taken(x + corner + offset, inside, y, PRODUCT, WIDE)
+    each = _total(value, 0, PRODUCT)
+    through = _scanned(each, 0, PRODUCT)
+    previous = tl.broadcast_to(tl.maximum(stretch - 1, 0)[:, None], [STRETCHES, KEPT])
+    earlier = tl.where(stretch[:, None] == 0, NEUTRAL, tl.gather(through, previous, 0))
+    if not ALONE:
+        total = _total(each, 0, PRODUCT)
+        before = _before(total, states, words, outer * inner + first + column, count, there, tile,
+                         tiles, part, parts, GROUP, PRODUCT, DEPENDENT)  # fmt: skip
+        earlier = _both(before[None, :], earlier, PRODUCT)
+    # With nothing before too: a sum that begins with minus zero is plus zero.
+    result = _both(earlier[None, :, :], _scanned(value, 0, PRODUCT), PRODUCT)
+    tl.store(y + corner + offset, result.to(y.dtype.element_ty), mask=inside)

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tileops.reduction.kernels.turns_triton import announce, await_count
+
 
 @triton.jit
 def _finite(peak):
@@ -107,35 +109,51 @@ def softmax_rows(
 
 
 @triton.jit
-def softmax_streamed(
+def softmax_interleaved(
     grad,
     x,
     y,
+    peaks,
+    sums,
+    words,
+    rows,
     n_groups,
     chunks,
+    lead,
     GRAIN: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     LOG: tl.constexpr,
 ):
+    """A program summarises a chunk, and writes one ``lead`` rows before it, which is still in cache."""
     n = n_groups * GRAIN
-    row = tl.program_id(0).to(tl.int64) * n
-    place, every = tl.arange(0, CHUNK), tl.arange(0, CHUNKS)
-    peaks = tl.full([CHUNKS], float("-inf"), tl.float32)
-    sums = tl.zeros([CHUNKS], tl.float32)
-    for chunk in range(chunks):
-        inside = chunk * CHUNK + place < n
-        value, grads = _read(grad, x, y, row + chunk * CHUNK, place, inside, "")
+    program = tl.program_id(0)
+    ahead, start, place = program // chunks, program % chunks * CHUNK, tl.arange(0, CHUNK)
+    row, inside = ahead - lead, start + place < n
+    reads, writes = ahead < rows, row >= 0
+    value, grads = _read(grad, x, y, ahead.to(tl.int64) * n + start, place, inside & reads, "")
+    corner = row.to(tl.int64) * n + start
+    again, grads_again = _read(grad, x, y, corner, place, inside & writes, "")
+    if DEPENDENT:
+        gdc_wait()  # for the words; what came before them in the stream is complete
+    every, first = tl.arange(0, CHUNKS), row * chunks
+    if writes:
+        await_count(words + row, chunks)
+    known = (every < chunks) & writes
+    sum_each = tl.load(sums + first + every, mask=known, other=0.0)
+    peak_each = sum_each
+    if grad is None:
+        peak_each = tl.load(peaks + first + every, mask=known, other=float("-inf"))
+    if reads:
         peak, total = _summary(value, grads, grad, 0, LOG)
-        peaks = tl.where(every == chunk, peak, peaks)
-        sums = tl.where(every == chunk, total, sums)
-    peak, total = _merged(peaks, sums, grad)
-    for back in range(chunks):  # backwards: the last chunks read are those still in cache
-        chunk = chunks - 1 - back
-        inside = chunk * CHUNK + place < n
-        value, grads = _read(grad, x, y, row + chunk * CHUNK, place, inside, "")
-        value = _result(value, grads, peak, total, grad, LOG)
-        tl.store(y + row + chunk * CHUNK + place, value, mask=inside)
+        if grad is None:
+            tl.store(peaks + program, peak)
+        tl.store(sums + program, total)
+        announce(words + ahead, 1)
+    peak, total = _merged(peak_each, sum_each, grad)
+    value = _result(again, grads_again, peak, total, grad, LOG)
+    tl.store(y + corner + place, value, mask=inside & writes)
 
 
 @triton.jit
