@@ -273,8 +273,9 @@ def check(
 def _roundings(op: Any, inputs: dict[str, torch.Tensor | None]) -> Any:
     """For each output what the kernel that served may be off by beyond its tolerance; None: nothing."""
     name = type(op).__name__
-    derived = oracle_reduction.ROUNDING.get(name)
-    if derived is None and op.last_call.kernel != "decomposition":
+    derived = oracle_reduction.ROUNDING.get(name) or oracle_gemm.ROUNDING.get(name)
+    last = op.last_call  # a composition has none
+    if derived is None and last is not None and last.kernel != "decomposition":
         derived = oracle_attention.ROUNDING.get(name)
     if derived is None:
         return None

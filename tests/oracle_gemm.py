@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["EXACT"]
+from tileops.backend.tolerances import UNIT_ROUNDOFF
+
+__all__ = ["EXACT", "ROUNDING"]
 
 Meaning = tuple[tuple[torch.Tensor | None, ...], dict[str, torch.Tensor]]
 
@@ -101,3 +103,36 @@ EXACT: dict[str, Callable[..., Meaning]] = {
     "GEMMEpilogueFwdOp": epilogue,
     "GEMMFwdOp": forward,
 }
+
+
+CURVATURE = {"gelu": 0.8, "gelu_tanh": 0.8, "silu": 0.5}
+"""The most that an activation's slope changes by, for a change of 1."""
+
+
+def epilogue_backward_rounding(
+    op: Any,
+    grad_d: torch.Tensor,
+    grad_preactivation: torch.Tensor | None,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    preactivation: torch.Tensor | None,
+) -> tuple[torch.Tensor | float, ...]:
+    """A product that is computed again may be rounded, as the op says. The slope is then another one, which
+    shows where slopes are near 0."""
+    if preactivation is not None or op.activation not in CURVATURE:
+        return 0.0, 0.0, 0.0, 0.0
+    unit = UNIT_ROUNDOFF[torch.promote_types(a.dtype, grad_d.dtype)]
+    a, b = a.double(), b.double()
+    changed = CURVATURE[op.activation] * unit * _product(op, a, b).abs()
+    off = (changed * op.scale * grad_d.double()).abs().nan_to_num(0.0, 0.0, 0.0)
+    rows = (a.t() if op.trans_a else a).abs().nan_to_num(0.0, 0.0, 0.0)
+    columns = (b if op.trans_b else b.t()).abs().nan_to_num(0.0, 0.0, 0.0)
+    of_a, of_b = off @ columns, off.t() @ rows
+    return of_a.t() if op.trans_a else of_a, of_b if op.trans_b else of_b.t(), off.sum(0), 0.0
+
+
+ROUNDING: dict[str, Callable[..., tuple[torch.Tensor | float, ...]]] = {
+    "GEMMEpilogueBwdOp": epilogue_backward_rounding
+}
+"""For each output what it may be off by beyond the tolerance of a result."""

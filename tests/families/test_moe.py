@@ -278,7 +278,8 @@ def mlp_call(layout, counts, bias, dtype, h=5, f=3):
     rows, meta = metadata(layout, counts, tail=0 if layout.masked else 1)
     made = {
         "expert_input": torch.randn(*rows, h).to(dtype),
-        "w_gate_up": torch.randn(len(counts), 2 * f, h).to(dtype),
+        # Gates of about 1: far below it GELU is what is left of a difference.
+        "w_gate_up": (torch.randn(len(counts), 2 * f, h) / math.sqrt(h)).to(dtype),
         "w_down": torch.randn(len(counts), h, f).to(dtype),
         "layout_metadata": meta,
     }

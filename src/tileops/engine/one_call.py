@@ -44,6 +44,8 @@ def noted(run: Run) -> Run:
     """``run``, whose ``trusted`` is the one call where its first call shows one. See ``Plan.trusted``."""
 
     def noting(*args: Any) -> Any:
+        if "trusted" in vars(noting):
+            return run(*args)
         with _Calls() as seen:
             result = run(*args)
         vars(noting)["trusted"] = _alone(seen.calls, args, result) or run

@@ -69,12 +69,10 @@ def _bind_compiled(made: Compiled, call: CallSpec) -> Run:
     def part(source: torch.Tensor, p: float, seed: int | torch.Tensor, first: int) -> torch.Tensor:
         count = source.numel()
         if count not in runs:  # the whole chunks, and the last one
-            runs[count] = (
-                torch.empty(-(-count // 4), dtype=torch.bool),
-                vars(made.bound())["trusted"],
-            )
+            runs[count] = torch.empty(-(-count // 4), dtype=torch.bool), made.bound()
         fours, run = runs[count]
-        kept = torch.stack(run(fours, torch.tensor((int(seed), least, first // 4))), -1)
+        draw = getattr(run, "trusted", run)  # once it has run
+        kept = torch.stack(draw(fours, torch.tensor((int(seed), least, first // 4))), -1)
         kept = kept.flatten()[:count]
         return (source * kept).mul_(1 / (1 - p) if p < 1 else 0.0)
 

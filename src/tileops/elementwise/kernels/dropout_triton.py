@@ -52,13 +52,12 @@ def dropout(x, y, seed, n, least, scale, DRAWN: tl.constexpr, BLOCK: tl.constexp
         seed = tl.load(seed)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     place = tl.arange(0, BLOCK)
-    inside = place < n - start
     full = start + BLOCK <= n  # without a mask n's divisibility does not decide the vector width
-    # Asked for before the words are drawn, which takes as long.
+    # Asked for before the words are drawn, which takes as long. Masks are made where they are needed.
     if full:
         value = tl.load(x + start + place)
     else:
-        value = tl.load(x + start + place, mask=inside, other=0.0)
+        value = tl.load(x + start + place, mask=place < n - start, other=0.0)
     release(DEPENDENT)
     if x.dtype.element_ty.primitive_bitwidth == 16:
         words = words_of_eights(seed, start, BLOCK)
@@ -69,4 +68,4 @@ def dropout(x, y, seed, n, least, scale, DRAWN: tl.constexpr, BLOCK: tl.constexp
     if full:
         tl.store(y + start + place, result)
     else:
-        tl.store(y + start + place, result, mask=inside)
+        tl.store(y + start + place, result, mask=place < n - start)
