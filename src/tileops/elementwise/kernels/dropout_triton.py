@@ -44,17 +44,12 @@ def words_of_eights(seed, start, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def dropout(x, y, seed, n, least, scale, DRAWN: tl.constexpr, BLOCK: tl.constexpr,
-            DEPENDENT: tl.constexpr):  # fmt: skip
-    """Element ``i`` is kept where word ``i`` of Philox-4x32-10 under ``seed`` is at least ``least``."""
-    wait(DEPENDENT)
-    if DRAWN:
-        seed = tl.load(seed)
-    start = tl.program_id(0).to(tl.int64) * BLOCK
+def _drop(x, y, seed, start, n, least, scale, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+          DEPENDENT: tl.constexpr):  # fmt: skip
+    """A tile; WHOLE: none of it lies behind the end."""
     place = tl.arange(0, BLOCK)
-    full = start + BLOCK <= n  # without a mask n's divisibility does not decide the vector width
-    # Asked for before the words are drawn, which takes as long. Masks are made where they are needed.
-    if full:
+    # Asked for before the words are drawn, which takes as long.
+    if WHOLE:
         value = tl.load(x + start + place)
     else:
         value = tl.load(x + start + place, mask=place < n - start, other=0.0)
@@ -65,7 +60,23 @@ def dropout(x, y, seed, n, least, scale, DRAWN: tl.constexpr, BLOCK: tl.constexp
         words = words_of(seed, start, BLOCK)
     factor = tl.where(words >= least.to(tl.uint32), scale, 0.0)
     result = (value.to(tl.float32) * factor).to(y.dtype.element_ty)
-    if full:
+    if WHOLE:
         tl.store(y + start + place, result)
     else:
         tl.store(y + start + place, result, mask=place < n - start)
+
+
+@triton.jit
+def dropout(x, y, seed, n, least, scale, DRAWN: tl.constexpr, BLOCK: tl.constexpr,
+            DEPENDENT: tl.constexpr):  # fmt: skip
+    """Element ``i`` is kept where word ``i`` of Philox-4x32-10 under ``seed`` is at least ``least``."""
+    wait(DEPENDENT)
+    if DRAWN:
+        seed = tl.load(seed)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    # Without a mask n's divisibility does not decide the vector width. One branch for all: where two
+    # meet again, what was loaded would be waited for.
+    if start + BLOCK <= n:
+        _drop(x, y, seed, start, n, least, scale, BLOCK, True, DEPENDENT)
+    else:
+        _drop(x, y, seed, start, n, least, scale, BLOCK, False, DEPENDENT)
