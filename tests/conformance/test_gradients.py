@@ -310,7 +310,8 @@ def test_float64_by_differences(name, seed):
         if any(result.dtype is not torch.float64 for result in function(*leaves)):
             continue  # a parameter fixes the dtype
         assert torch.autograd.gradcheck(function, leaves)
-        assert torch.autograd.gradgradcheck(function, leaves)
+        # The first call of a derived gradient is noted (engine/one_call.py) and rounds otherwise.
+        assert torch.autograd.gradgradcheck(function, leaves, nondet_tol=1e-12)
 
 
 @pytest.mark.parametrize("name", ALONE)
